@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator
-from operator import itemgetter
+from itertools import chain
 from typing import NamedTuple
 
 from pdrun.ui.event_fields import ExitFields, find_exits
@@ -36,7 +36,6 @@ def _compile_others(kinds: bytes) -> re.Pattern[bytes]:
 
 
 _RARE_LINE = _compile_others(_FREQUENT)
-_UNDEFERRED_LINE = _compile_others(b"|".join((_FREQUENT, _MEMBERS, _TEXTS)))
 _MEMBER_OR_TEXT = re.compile(rb'\{"kind": "(?:' + _MEMBERS + b"|" + _TEXTS + rb")")
 
 _NODE = rb'[a-z]*"(?:, "time": [^,\n]*, "node": "([^"\\\n]*)")?'
@@ -44,7 +43,13 @@ _RANK = rb'[a-z]*"(?:, "time": [^,\n]*, "generation": \d+, "rank": (\d+), "node"
 """Both groups are empty if the line has another form: it must be read to know what it concerns."""
 _LINE = re.compile(rb"(.*)")
 NODE_LINES = re.compile(_compile(_NODES, _NODE).pattern + _LINE.pattern)
-_MEMBER_LINES = re.compile(_compile(rb"(join)|lost|left|stan", _NODE).pattern + _LINE.pattern)
+_OTHER_LINES = re.compile(
+    _compile_others(_FREQUENT + b"|" + _TEXTS).pattern
+    + rb'(?=(?:\{"kind": "(?:(join)|(lost|left|stan))'
+    + _NODE
+    + rb")?)(.*)"
+)
+"""Nodes that join or leave, with their name; lines of other kinds have neither of the first two."""
 _EXIT_LINES = re.compile(_compile(b"exit", _RANK).pattern + _LINE.pattern)
 _TEXT_LINES = re.compile(_compile(_TEXTS).pattern + _LINE.pattern)
 
@@ -62,23 +67,21 @@ class LogBlock(NamedTuple):
         """Return the lines."""
         return self.data[self.start + 1 : self.end].split(b"\n")
 
-    def count_exits(self) -> int:
-        """Return the number of lines about exits; much faster than a search for the lines."""
-        return self.data.count(_EXIT, self.start, self.end)
+    def find_exits(self) -> list[ExitFields] | None:
+        """Return the exits; None: a line about an exit has another form."""
+        first = self.data.find(_EXIT, self.start, self.end)
+        return find_exits(memoryview(self.data)[first : self.end]) if first >= 0 else []
 
-    def find_exits(self, count: int, unclear: list[bytes]) -> dict[str, ExitFields | bytes]:
+    def last_exits(self, unclear: list[bytes]) -> dict[str, ExitFields | bytes]:
         """
-        Return the last exit of each rank; lines whose rank is not certain are added to ``unclear``.
+        Return the last exit of each rank, where lines have any form.
 
-        Args:
-            count: as of `count_exits`.
+        Lines whose rank is not certain are added to ``unclear``.
         """
-        rows = find_exits(self.data[self.start : self.end])
-        if len(rows) == count:
-            return dict(zip(map(itemgetter(0), rows), rows, strict=True))
         lines = _take_last(self.find_lines(_EXIT_LINES), unclear)
         return {
-            rank.decode("ascii"): next(iter(find_exits(line)), line) for rank, line in lines.items()
+            rank.decode("ascii"): next(iter(find_exits(b"\n" + line) or ()), line)
+            for rank, line in lines.items()
         }
 
     def find_lines(self, pattern: re.Pattern[bytes]) -> list[tuple[bytes, bytes]]:
@@ -91,7 +94,7 @@ class LastLines(NamedTuple):
 
     lines: list[bytes]
     exits: list[ExitFields]
-    """The exits that `find_exits` has read."""
+    """The exits that `find_exits` has read, in order: of a rank only the last one counts."""
     unclear: list[bytes]
     """Lines whose node or rank is not known. If any of them is an event, all lines must be read."""
 
@@ -110,39 +113,47 @@ class DeferredLines:
     def __bool__(self) -> bool:
         return bool(self._blocks)
 
-    def add_lines(self, block: bytes, start: int) -> tuple[int, int]:
+    def add_lines(self, block: bytes, start: int, end: int) -> tuple[int, int]:
         """
         Add lines of a block, up to one that cannot be deferred.
 
         Args:
             block: lines, each with a line end before it.
             start: index of the first one.
+            end: index after the last one.
 
         Returns:
             the first and last index of the line that cannot be deferred; two equal ones: there is
             none.
         """
-        position, is_mixed, pattern = start, False, _RARE_LINE
-        while match := pattern.search(block, position):
-            position = match.end()
-            if not is_mixed and _MEMBER_OR_TEXT.match(block, position):
-                is_mixed, pattern = True, _UNDEFERRED_LINE
-                continue
-            end = block.find(b"\n", position)
-            self._add_block(LogBlock(block, start, position - 1, is_mixed))
-            return position, end if end >= 0 else len(block)
-        self._add_block(LogBlock(block, start, len(block), is_mixed))
-        return len(block), len(block)
+        match = _RARE_LINE.search(block, start, end)
+        if match is None:
+            self._add_block(LogBlock(block, start, end, False))
+            return end, end
+        position = match.start()
+        is_mixed = _MEMBER_OR_TEXT.match(block, match.end()) is not None
+        if is_mixed:
+            position = self._add_members(block, position, end)
+        self._add_block(LogBlock(block, start, position, is_mixed))
+        if position == end:
+            return end, end
+        stop = block.find(b"\n", position + 1, end)
+        return position + 1, stop if stop >= 0 else end
+
+    def _add_members(self, block: bytes, start: int, end: int) -> int:
+        """Note the nodes that join or leave, up to a line that cannot be deferred: its index."""
+        for match in _OTHER_LINES.finditer(block, start, end):
+            is_join, is_other, name, line = match.groups()
+            if is_join:
+                self._joins[name or b""] = line
+            elif not is_other:
+                return match.start()
+            self._members.add(name or b"")
+        return end
 
     def _add_block(self, block: LogBlock) -> None:
-        if block.end <= block.start:
-            return
-        self._blocks.append(block)
-        if block.is_mixed:
-            for is_join, name, line in _MEMBER_LINES.findall(block.data, block.start, block.end):
-                self._members.add(name)
-                if is_join:
-                    self._joins[name] = line
+        if block.end > block.start:
+            self._blocks.append(block)
 
     def drop_exits(self) -> None:
         """Forget the exits: a new generation begins."""
@@ -161,6 +172,8 @@ class DeferredLines:
                 kept = [b"", *(line for line in block.split_lines() if line not in dropped)]
                 data = b"\n".join(kept)
                 block = LogBlock(data, 0, len(data), block.is_mixed)
+            if block.is_mixed:
+                self._add_members(*block[:3])
             self._add_block(block)
 
     def member_names(self) -> set[bytes]:
@@ -181,8 +194,8 @@ class DeferredLines:
             superseded: nodes whose state later lines set.
             known: nodes of earlier lines.
         """
-        nodes: dict[bytes, bytes] = {}
-        exits: list[dict[str, ExitFields | bytes]] = []
+        states: list[dict[bytes, bytes]] = []
+        exits: list[list[ExitFields] | None] = []
         unclear: list[bytes] = []
         missing = self._members.union(known) if self._has_nodes else set()
         missing.difference_update(superseded)
@@ -193,12 +206,14 @@ class DeferredLines:
             if missing:
                 of_nodes = _take_last(block.find_lines(NODE_LINES), unclear)
                 missing.difference_update(of_nodes)
-                for name in of_nodes.keys() - nodes.keys():
-                    nodes[name] = of_nodes[name]
-            if self._has_exits and (count := block.count_exits()):
-                exits.append(block.find_exits(count, unclear))
+                states.append(of_nodes)
+            if self._has_exits:
+                exits.append(block.find_exits())
         lines = []
         if self._has_nodes:
+            nodes: dict[bytes, bytes] = {}
+            for of_nodes in reversed(states):
+                nodes.update(of_nodes)
             for name, last in nodes.items():
                 if name in superseded:
                     continue
@@ -206,19 +221,28 @@ class DeferredLines:
                 if join != last:
                     lines.append(join)
                 lines.append(last)
-        last_exits: dict[str, ExitFields | bytes] = {}
-        for of_ranks in reversed(exits):
-            last_exits.update(of_ranks)
-        rows = []
-        for found in last_exits.values():
-            if isinstance(found, bytes):
-                lines.append(found)
-            else:
-                rows.append(found)
+        exits.reverse()
+        rows = list(chain.from_iterable(filter(None, exits)))
+        if None in exits:
+            last_exits = self._merge_exits(exits, unclear)
+            lines += [found for found in last_exits if isinstance(found, bytes)]
+            rows = [found for found in last_exits if not isinstance(found, bytes)]
         lines += self._find_last(_PROGRESS)
         lines += self._find_last(_USAGE)
         lines += self._find_texts()
         return LastLines(lines, rows, unclear)
+
+    def _merge_exits(
+        self, exits: Iterable[list[ExitFields] | None], unclear: list[bytes]
+    ) -> Collection[ExitFields | bytes]:
+        """Return the last exit of each rank; ``exits`` has None for blocks with other forms."""
+        merged: dict[str, ExitFields | bytes] = {}
+        for block, rows in zip(self._blocks, exits, strict=True):
+            if rows is None:
+                merged.update(block.last_exits(unclear))
+            else:
+                merged.update((row[0], row) for row in rows)
+        return merged.values()
 
     def _find_last(self, head: bytes) -> Iterator[bytes]:
         """Yield the last line of a kind, if there is one."""

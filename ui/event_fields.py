@@ -16,11 +16,12 @@ MAX_RANKS = 1 << 20
 MAX_FACTS = 256
 """Lines of a plan."""
 _EXIT = re.compile(
-    r'\{"kind": "exited", "time": (?:0|[1-9]\d{0,14})(?:\.\d{1,9})?'
+    r'\n\{"kind": "exit(?:ed", "time": (?:0|[1-9]\d{0,14})(?:\.\d{1,9})?'
     r', "generation": (?:0|[1-9]\d{0,8}), "rank": (0|[1-9]\d{0,8}), "node": "([^"\\\x00-\x1f]+)"'
-    r', "code": (.*)',
+    r', "code": (.*))?',
     re.ASCII,
 )
+"""A line about an exit; without groups if it has another form."""
 _EXIT_END = re.compile(
     r'(0|-?[1-9]\d{0,8}), "how": "([a-z_]*)"'
     r', "cause": ("[^"\\\x00-\x1f]*(?:\\.[^"\\\x00-\x1f]*)*")\}',
@@ -146,26 +147,26 @@ def join_plan(
     return dict(list(plan.items())[:MAX_FACTS])
 
 
-def find_exits(block: bytes) -> list[ExitFields]:
+def find_exits(block: bytes | memoryview) -> list[ExitFields] | None:
     """
-    Return the exits in lines that `pdrun.eventlog` has written; empty if one has another form.
+    Return the exits in lines that `pdrun.eventlog` has written; None if one has another form.
 
     A hundred thousand workers may have failed: one regular expression reads them all.
+
+    Args:
+        block: lines, each with a line end before it.
     """
     try:
-        rows = _EXIT.findall(block.decode("ascii"))
+        rows = _EXIT.findall(str(block, "ascii"))
     except UnicodeDecodeError:
-        return []
-    return rows if all(map(_EXIT_END.fullmatch, {end for _, _, end in rows})) else []
+        return None
+    return rows if all(map(_EXIT_END.fullmatch, {end for _, _, end in rows})) else None
 
 
-def make_exits(rows: Sequence[ExitFields]) -> list[RankStatus] | None:
-    """Return the ranks that have exited; None: a cause has an invalid escape."""
-    if not rows:
-        return []
-    ranks, nodes, ends = zip(*rows, strict=True)
+def make_exits(rows: Sequence[ExitFields]) -> dict[int, RankStatus] | None:
+    """Return the ranks that have exited, the last exit of each; None: an escape is invalid."""
     known: dict[str, tuple[str, int, str]] = {}
-    for end in set(ends):
+    for end in {end for _, _, end in rows}:
         match = _EXIT_END.fullmatch(end)
         if match is None:
             return None
@@ -175,10 +176,9 @@ def make_exits(rows: Sequence[ExitFields]) -> list[RankStatus] | None:
             known[end] = (state, int(code), json.loads(cause))
         except ValueError:  # an invalid escape
             return None
-    return [
-        make_rank((rank, node, *known[end]))
-        for rank, node, end in zip(map(int, ranks), nodes, ends, strict=True)
-    ]
+    return {
+        (number := int(rank)): make_rank((number, node, *known[end])) for rank, node, end in rows
+    }
 
 
 def _read_exit(data: Mapping[str, Any]) -> RankStatus:

@@ -77,17 +77,19 @@ class EventLogReader:
                 self._partial_line += b"\0"  # the line with the hole is damaged
                 continue
             size = min(MAX_READ_BYTES, end - self._offset)
-            data = os.pread(fd, size, self._offset)
-            if not data:
+            head = b"\n" + self._partial_line
+            data = b""
+            if len(head) <= min(size, self._offset):  # a line is faster to read again than to copy
+                data = os.pread(fd, len(head) + size, self._offset - len(head))
+            if not data.startswith(head):
+                data = head + os.pread(fd, size, self._offset)
+            if len(data) == len(head):
                 return
-            self._offset += len(data)
-            last = data.rfind(b"\n")
-            if last < 0:
-                self._partial_line += data
-            else:
-                lines = memoryview(data)[:last]
-                self._replay.feed_block(b"".join((b"\n", self._partial_line, lines)))
-                self._partial_line = data[last + 1 :]
+            self._offset += len(data) - len(head)
+            last = data.rfind(b"\n", len(head))
+            if last >= 0:
+                self._replay.feed_block(data, last)
+            self._partial_line = data[max(0, last) + 1 :]
             if len(self._partial_line) > MAX_LINE_BYTES:
                 self._partial_line = b""
 

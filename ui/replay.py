@@ -13,7 +13,7 @@ import json
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 from pdrun.eventlog import LogEvent, take_event
@@ -88,14 +88,15 @@ class StatusReplay:
     def feed_lines(self, lines: Sequence[bytes]) -> None:
         """Replay lines of the log; those that are no events are ignored."""
         if lines:
-            self.feed_block(b"\n".join((b"", *lines)))
+            block = b"\n".join((b"", *lines))
+            self.feed_block(block, len(block))
 
-    def feed_block(self, block: bytes) -> None:
-        """Replay the lines of a block of the log, each with a line end before it."""
-        self._deferred_bytes += len(block)
+    def feed_block(self, block: bytes, end: int) -> None:
+        """Replay the lines of a block of the log up to ``end``, each with a line end before it."""
+        self._deferred_bytes += end
         position = 0
-        while position < len(block):
-            first, position = self._segments[-1].lines.add_lines(block, position)
+        while position < end:
+            first, position = self._segments[-1].lines.add_lines(block, position, end)
             if first < position and (found := _read_line(block[first:position])):
                 self._add_event(found)
         if self._deferred_bytes > MAX_DEFERRED_BYTES:
@@ -129,13 +130,14 @@ class StatusReplay:
     def _running_ranks(self) -> dict[int, RankStatus]:
         if self._running is None:
             # Without a call in Python for each: there may be a hundred thousand.
-            self._running = {}
-            for name, first, workers in self._assigned:
-                ranks = range(first, first + workers)
-                fields = zip(
-                    ranks, repeat(name), repeat("running"), repeat(None), repeat(""), strict=False
-                )
-                self._running.update(zip(ranks, map(make_rank, fields), strict=False))
+            every = [range(first, first + workers) for _, first, workers in self._assigned]
+            ranks = list(chain.from_iterable(every))
+            names = chain.from_iterable(
+                repeat(name, len(placed))
+                for (name, _, _), placed in zip(self._assigned, every, strict=True)
+            )
+            fields = zip(ranks, names, repeat("running"), repeat(None), repeat(""), strict=False)
+            self._running = dict(zip(ranks, map(make_rank, fields), strict=True))
         return self._running
 
     def _apply_deferred(self, *, has_started: bool = False) -> None:
@@ -188,22 +190,22 @@ class StatusReplay:
         known = (name.encode("utf-8", "surrogatepass") for name in self._nodes)
         exits, events = self._read_last_lines(lines, superseded, set(known))
         if events is None:
-            exits, events = [], _read_lines(lines.all_lines())
+            exits, events = {}, _read_lines(lines.all_lines())
         self._status = None
-        self._exits.update((exit.rank, exit) for exit in exits)
+        self._exits.update(exits)
         for event in events:
             if event is not None:
                 self._apply(*event)
 
     def _read_last_lines(
         self, lines: DeferredLines, superseded: Collection[bytes], known: Collection[bytes]
-    ) -> tuple[list[RankStatus], list[ReplayedEvent | None] | None]:
+    ) -> tuple[dict[int, RankStatus], list[ReplayedEvent | None] | None]:
         """Return the exits and events that are not superseded; None: all lines must be read."""
         for _ in range(MAX_DAMAGED_ROUNDS):
             last = lines.last_lines(superseded, known)
             exits = make_exits(last.exits)
             if exits is None:
-                return [], None
+                return {}, None
             events = _read_lines(last.lines)
             damaged = {
                 line for line, event in zip(last.lines, events, strict=True) if event is None
@@ -211,13 +213,13 @@ class StatusReplay:
             if last.unclear:
                 for line, event in zip(last.unclear, _read_lines(last.unclear), strict=True):
                     if event is not None:
-                        return [], None
+                        return {}, None
                     damaged.add(line)
             if not damaged:
                 return exits, events if self._are_independent(events) else None
             # What they seemed to supersede counts.
             lines.drop_lines(damaged)
-        return [], None
+        return {}, None
 
     def _are_independent(self, events: Iterable[ReplayedEvent | None]) -> bool:
         """Return whether events have the same effect without those that they supersede."""

@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
 from pdrun.text import escape_text, plural
@@ -212,9 +212,8 @@ def list_node_rows(status: JobStatus) -> list[tuple[str, str, str]]:
     """Return name, state and ranks of each node that is listed."""
     nodes = listed_nodes(status)
     ranks: dict[str, list[int]] = {node.name: [] for node in nodes}
-    for rank in status.ranks.values():
-        if rank.node in ranks:
-            ranks[rank.node].append(rank.rank)
+    for number, name, *_ in [rank for rank in status.ranks.values() if rank[1] in ranks]:
+        ranks[name].append(number)
     return [(node.name, node_state(node), _rank_text(node, ranks[node.name])) for node in nodes]
 
 
@@ -230,7 +229,7 @@ def warning_lines(status: JobStatus) -> list[str]:
 def failed_lines(status: JobStatus) -> list[str]:
     """Return a line per failed rank, at most MAX_LISTED_FAILURES, and one that counts the rest."""
     failed = [rank for rank in status.ranks.values() if rank.state == "failed"]
-    failed.sort()
+    failed.sort(key=itemgetter(0))
     lines = [_failed_text(rank) for rank in failed[:MAX_LISTED_FAILURES]]
     if len(failed) > MAX_LISTED_FAILURES:
         lines.append(f"and {len(failed) - MAX_LISTED_FAILURES} more")

@@ -1,19 +1,23 @@
 """
 The format of the scheduler's journal: a first line, then frames. No file is opened here.
 
-    pdrun journal 1
+    pdrun journal 1, protocol 3
     frame: length of the payload | CRC-32 of the payload | running CRC-32 (4 bytes each, big-endian)
     payload: JSON; JournalHeader in the first frame, JournalEntry in all others
     frame, payload, frame, payload ...
 
 The running CRC-32 covers the first two numbers and starts from the value of the frame before. So a
 frame that does not follow the one before it is noticed.
+
+Another version of pdrun may have written the file: the first line has another number, or a complete
+frame has a payload that is not known here. That is not damage, and the error says so.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 import zlib
 from collections.abc import Iterator
@@ -24,9 +28,10 @@ from typing import Any
 from pdrun.errors import RendezvousError
 from pdrun.rendezvous.protocol import codec
 from pdrun.rendezvous.protocol.events import MembershipEvent, SchedulerConfig
-from pdrun.rendezvous.protocol.messages import Envelope
+from pdrun.rendezvous.protocol.messages import PROTOCOL, Envelope
 
-MAGIC = b"pdrun journal 1\n"
+MAGIC = b"pdrun journal 1, protocol %d\n" % PROTOCOL
+_FIRST_LINE = re.compile(rb"(pdrun journal \d{1,6})(?:, protocol (\d{1,6}))?\n")
 MAX_PAYLOAD_BYTES = 4 * Envelope.LIMIT
 MAX_JOURNAL_BYTES = 1 << 31
 """A longer file, which may be sparse, is damaged. It is not read into memory."""
@@ -119,7 +124,7 @@ def parse_journal(path: Path, data: bytes) -> ParsedJournal:
         data: the whole file.
 
     Raises:
-        RendezvousError: it is damaged; names the byte.
+        RendezvousError: it is damaged, or another version's; names the byte.
     """
     header: JournalHeader | None = None
     entries: list[JournalEntry] = []
@@ -145,7 +150,7 @@ def read_header(path: Path) -> JournalHeader:
     Return the header of a journal; the file is not opened for writing.
 
     Raises:
-        RendezvousError: it is no journal, or its header is damaged.
+        RendezvousError: it is no journal, its header is damaged, or it is another version's.
         OSError: it cannot be read.
     """
     for start, payload, _ in _iterate_frames(path, _read_start(path)):
@@ -179,6 +184,15 @@ def damage_error(path: Path, offset: int, why: str) -> RendezvousError:
     )
 
 
+def version_error(path: Path, why: str) -> RendezvousError:
+    """Return the error for a journal that is not damaged, but of another version of pdrun."""
+    return RendezvousError(
+        f"another version of pdrun wrote the scheduler's journal: {why}",
+        where=str(path),
+        hint="resume the job with the pdrun that began it, or remove the file and start it again",
+    )
+
+
 def _read_start(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(MAX_PAYLOAD_BYTES)
@@ -187,7 +201,11 @@ def _read_start(path: Path) -> bytes:
 def _iterate_frames(path: Path, data: bytes) -> Iterator[tuple[int, bytes, int]]:
     """Yield (offset, payload, running CRC-32) of each complete frame."""
     if not data.startswith(MAGIC):
-        raise damage_error(path, 0, "it is no journal of this version of pdrun")
+        if found := _FIRST_LINE.match(data):
+            journal, protocol = (text and text.decode() for text in found.groups())
+            theirs = f"protocol {protocol}" if protocol else f"'{journal}', without a protocol"
+            raise version_error(path, f"it has {theirs}, this version has protocol {PROTOCOL}")
+        raise damage_error(path, 0, "it is no journal of pdrun")
     offset = len(MAGIC)
     chain_crc = 0
     while offset < len(data):
@@ -215,7 +233,7 @@ def _parse_header(path: Path, offset: int, payload: bytes) -> JournalHeader:
         header: JournalHeader = codec.from_plain(JournalHeader, value, "header")
         return header
     except codec.CodecError as error:
-        raise damage_error(path, offset, str(error)) from None
+        raise version_error(path, f"byte {offset}: {error}") from None
 
 
 def _parse_entry(path: Path, offset: int, payload: bytes) -> JournalEntry:
@@ -226,4 +244,4 @@ def _parse_entry(path: Path, offset: int, payload: bytes) -> JournalEntry:
         time = codec.from_plain(_EntryTime, {"group": value["group"], "now": value["now"]}, "entry")
         return JournalEntry(time.group, time.now, codec.event_from_plain(value["event"], "event"))
     except codec.CodecError as error:
-        raise damage_error(path, offset, str(error)) from None
+        raise version_error(path, f"byte {offset}: {error}") from None

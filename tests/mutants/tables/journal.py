@@ -126,6 +126,33 @@ MUTANTS = (
         f"{TEST_JOURNAL}every_flipped_byte_is_damage_that_names_its_place",
     ),
     Mutant(
+        "a journal of another version counts as damaged",
+        f"{JOURNAL}format.py",
+        "if found := _FIRST_LINE.match(data):",
+        "if found := None:",
+        f"{TEST_JOURNAL}a_journal_of_another_version_is_not_called_damaged",
+    ),
+    Mutant(
+        "a journal of another protocol is read",
+        f"{JOURNAL}format.py",
+        "if not data.startswith(MAGIC):",
+        "if not data.startswith(MAGIC[:13]):",
+        f"{TEST_JOURNAL}a_journal_of_another_version_is_not_called_damaged",
+    ),
+    Mutant(
+        "an event of a later version counts as damage",
+        f"{JOURNAL}format.py",
+        "        return JournalEntry(time.group, time.now, codec.event_from_plain("
+        'value["event"], "event"))\n'
+        "    except codec.CodecError as error:\n"
+        "        raise version_error(path, ",
+        "        return JournalEntry(time.group, time.now, codec.event_from_plain("
+        'value["event"], "event"))\n'
+        "    except codec.CodecError as error:\n"
+        "        raise damage_error(path, offset, ",
+        f"{TEST_JOURNAL}a_complete_entry_that_is_not_known_is_of_another_version",
+    ),
+    Mutant(
         "a job that only runs writes its ticks",
         f"{JOURNAL}replay.py",
         "and machine.journal_events and not _is_status_only(machine)",

@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # importing typing would take longer than this module
     from pdrun.parallel.hooks.watch_value import BestCheckpoint as BestCheckpoint
     from pdrun.parallel.hooks.watch_value import EarlyStop as EarlyStop
     from pdrun.parallel.inference.infer import infer as infer
+    from pdrun.parallel.inference.kv_cache import KVCache as KVCache
     from pdrun.parallel.layouts.device_matrix import Layout as Layout
     from pdrun.parallel.layouts.layout import L as L
     from pdrun.parallel.model.meta_init import empty_init as empty_init
@@ -103,6 +104,7 @@ _MODULE_OF = {
     "WorkerEnv": "pdrun.worker_env",
     "breakpoint": "pdrun.parallel.startup.debugger",
     "ContextParallel": "pdrun.parallel.context_parallel.context",
+    "KVCache": "pdrun.parallel.inference.kv_cache",
     "L": "pdrun.parallel.layouts.layout",
     "Layout": "pdrun.parallel.layouts.device_matrix",
     "Loader": "pdrun.parallel.data.loader",

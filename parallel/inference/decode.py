@@ -2,13 +2,14 @@
 Generates the tokens of some prompts on one rank.
 
 Models of the transformers library compute the prompt once, and then one token at a time with a
-static cache: keys and values of this rank's heads, in memory of fixed shape. Other models compute
-the full sequence for every token.
+static cache: keys and values of this rank's heads, in memory of fixed shape. So do models whose
+attention has a `KVCache`. Others compute the full sequence for every token.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from pdrun.parallel.inference.encoder_decoder import (
     EncoderInputs,
     is_encoder_decoder,
 )
+from pdrun.parallel.inference.kv_cache import CachedRows, find_caches
 from pdrun.parallel.inference.prompts import PADDING_ID, Prompts
 from pdrun.parallel.inference.sampling import Sampling
 
@@ -29,6 +31,9 @@ CACHE_ARGUMENTS = ("cache", "past_key_values")
 """The argument of forward for a cache, in newer and older versions of transformers."""
 END_CHECK_TOKENS = 8
 """Tokens between two looks at whether all rows have ended: each waits for the device."""
+CHECKED_TOKENS = 7
+WIDE_CHECK, NARROW_CHECK = 1e-4, 5e-2
+"""Differences of logits that are rounding, relative to the largest."""
 DecodeStep = Callable[[nn.Module, torch.Tensor, dict[str, Any]], torch.Tensor]
 """`compute_last`, compiled."""
 
@@ -70,7 +75,7 @@ def find_session(model: nn.Module) -> SessionFactory:
     config = getattr(model, "config", None)
     if find_cache_argument(model) and callable(getattr(config, "get_text_config", None)):
         return CachedSession
-    return RecomputedSession
+    return PlainCachedSession if find_caches(model) else RecomputedSession
 
 
 def find_cache_argument(model: nn.Module) -> str | None:
@@ -197,6 +202,76 @@ class RecomputedSession:
         self._ends += 1
         self._width += 1
         return self.start()
+
+
+class PlainCachedSession:
+    """A causal model with a `KVCache` in each attention; rows are padded on the right."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        prompts: Prompts,
+        places: int,
+        device: torch.device,
+        inputs: EncoderInputs,
+    ) -> None:
+        self.model = model
+        self.rows = CachedRows(places)
+        self._caches = find_caches(model)
+        self._ids = prompts.right_padded(device)
+        self._ends = torch.tensor([len(ids) for ids in prompts.ids], device=device)[:, None]
+
+    def start(self) -> torch.Tensor:
+        """Return the logits ``[rows, vocabulary]`` after the prompts."""
+        positions = torch.arange(self._ids.shape[1], device=self._ids.device)
+        logits = self._compute(self._ids, positions.expand(self._ids.shape))
+        last = (self._ends - 1)[:, :, None].expand(-1, -1, logits.shape[-1])
+        return logits.gather(1, last)[:, 0]
+
+    def advance(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits after one more token ``[rows]``."""
+        logits = self._compute(tokens[:, None], self._ends)[:, -1]
+        self._ends = self._ends + 1
+        return logits
+
+    def _compute(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        with self.rows.bound_to(self._caches, positions):
+            return logits_of(self.model(ids))
+
+
+def check_caches(model: nn.Module, device: torch.device, vocabulary: int, longest: int) -> None:
+    """
+    Compare some logits of a model with caches with those of its full sequences.
+
+    Args:
+        longest: tokens of a sequence at most.
+
+    Raises:
+        UsageError: they differ: something in the model looks at other tokens without a cache.
+    """
+    ids = [(5 * place + 1) % vocabulary for place in range(min(CHECKED_TOKENS, longest))]
+    if len(ids) < CHECKED_TOKENS:
+        return
+    short, new = 2, 2
+    prompts = Prompts((tuple(ids[:-new]), tuple(ids[:short])), len(ids) - new)
+    arguments = model, prompts, len(ids), device, EncoderInputs()
+    cached, whole = PlainCachedSession(*arguments), RecomputedSession(*arguments)
+    pairs = [(cached.start(), whole.start())]
+    for place in range(len(ids) - new, len(ids)):
+        tokens = torch.tensor([ids[place], ids[place - short]], device=device)
+        pairs.append((cached.advance(tokens), whole.advance(tokens)))
+    for found, wanted in pairs:
+        scale = float(wanted.float().abs().max())
+        difference = float((found.float() - wanted.float()).abs().max())
+        is_narrow = wanted.dtype in (torch.float16, torch.bfloat16)
+        limit = (NARROW_CHECK if is_narrow else WIDE_CHECK) * scale
+        if math.isfinite(scale) and difference > limit:
+            raise UsageError(
+                f"logits with caches differ from those of full sequences by {difference:.1e}, of"
+                f" {scale:.1e}",
+                where="pdrun.KVCache",
+                hint="positions are those of cache.positions(length), and attention uses the mask",
+            )
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,12 @@ from pdrun.parallel.comm.mesh import EXPERT_AXIS, STAGE_AXIS, Mesh
 from pdrun.parallel.comm.sharded import ShardedGroup
 from pdrun.parallel.inference.compiled_decode import compile_session
 from pdrun.parallel.inference.decode import (
+    CHECKED_TOKENS,
     CachedSession,
     GeneratedRows,
+    PlainCachedSession,
     SessionFactory,
+    check_caches,
     generate_rows,
 )
 from pdrun.parallel.inference.encoder_decoder import (
@@ -125,6 +128,10 @@ class InferenceModel:
             self.vocabulary = int(probe.start().shape[-1])
         self._per_token = {key: (count.calls, count.nbytes) for key, count in axes.counts.items()}
         self._layers: list[tuple[int, int | None]] = list(_cache_layers(probe))
+        if isinstance(probe, PlainCachedSession):
+            with torch.inference_mode():
+                longest = self.max_length or CHECKED_TOKENS
+                check_caches(model, axes.device, self.vocabulary, longest)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, without gradients; ranks of one tensor group pass the same input."""
@@ -314,6 +321,9 @@ class InferenceModel:
 
 def _cache_layers(probe: Any) -> Iterator[tuple[int, int | None]]:
     """Yield the bytes of a row and place of each layer's cache, and the layer's window."""
+    if isinstance(probe, PlainCachedSession):
+        for keys, values in probe.rows.memory.values():
+            yield keys.nbytes + values.nbytes, None
     if isinstance(probe, (CachedSession, EncoderDecoderSession)):
         for layer in probe.cache.layers:
             keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)

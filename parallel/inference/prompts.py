@@ -13,7 +13,7 @@ from pdrun.errors import UsageError
 from pdrun.parallel.inference.sampling import GENERATE
 
 PADDING_ID = 0
-"""Fills the places before a prompt; attention never sees them."""
+"""Fills the places before or behind a prompt; attention never sees them."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,11 @@ class Prompts:
     def left_padded(self, device: torch.device) -> torch.Tensor:
         """Return the ids ``[rows, width]``; prompts end in the last column."""
         rows = [[PADDING_ID] * (self.width - len(ids)) + list(ids) for ids in self.ids]
+        return torch.tensor(rows, dtype=torch.int64).to(device)
+
+    def right_padded(self, device: torch.device) -> torch.Tensor:
+        """Return the ids ``[rows, width]``; prompts begin in the first column."""
+        rows = [list(ids) + [PADDING_ID] * (self.width - len(ids)) for ids in self.ids]
         return torch.tensor(rows, dtype=torch.int64).to(device)
 
     def digest(self) -> str:

@@ -93,7 +93,7 @@ VARIABLES = words("""
     PDRUN_SSH_OPTS PDRUN_SHIP PDRUN_MPIRUN PDRUN_MPIRUN_OPTS PDRUN_SRUN_OPTS PDRUN_STDIN PDRUN_SERVERS PDRUN_PORT_RANGE PDRUN_SSH_WINDOW
 """)
 PUBLIC = words("""
-    Auto Balance BestCheckpoint EarlyStop Fp8 MovingAverage StepReport PlanReport plan_of ConfigError Context ContextParallel Cut DeadlineExceeded JobFailed L Layout Loader MoE Offload OpLayout Operators PdrunError
+    Auto Balance BestCheckpoint EarlyStop Fp8 MovingAverage StepReport PlanReport plan_of ConfigError Context ContextParallel Cut DeadlineExceeded JobFailed KVCache L Layout Loader MoE Offload OpLayout Operators PdrunError
     PeerLost Pipeline Precision RendezvousError Run ServedEmbedding Servers Strategy UsageError WorkerEnv __version__ breakpoint col constrain
     cross_entropy dense elastic empty_init experts fuse_head_loss heads infer init launch linear_cross_entropy mesh parallelize positions progress replicate row rows seq servers shard
     strategy_for vocab

@@ -240,7 +240,7 @@ def _state_of(module: nn.Module) -> dict[str, Any]:
 
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
+        return bool(torch.equal(one, other))
     if isinstance(one, (list, dict, set)) and type(one) is type(other):
         return len(one) == len(other)
     is_plain = isinstance(one, (int, float, str))

@@ -6,8 +6,8 @@ Keys and values of earlier tokens, for attention that is written in plain torch.
     places = self.cache.positions(x.shape[1], x.device)            # [1 or rows, length]
     k, v, mask = self.cache(k, v)                                  # [rows, heads, length, dim]
 
-Attention has this mask; without one it is causal. Outside of `pdrun.infer` a cache has no memory and
-changes nothing.
+Attention has this mask; without one it is causal. Outside of `pdrun.infer` a cache has no memory
+and changes nothing.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from pdrun.parallel.auto.choose import EXACT, PROPAGATION, RECURSIVE, choose_pla
 from pdrun.parallel.auto.prices import PriceList, price_plan
 from pdrun.parallel.auto.search.exact import PlanSearchResult, search_exact
 from pdrun.parallel.auto.search.problem import SearchProblem
+from pdrun.parallel.auto.search.recursive import search_recursive
 from pdrun.parallel.auto.search.templates import list_templates
 from pdrun.parallel.auto.topology import ComputeRate, DeviceRates, LinkLevel, Topology
 from pdrun.parallel.layouts.grid import Grid
@@ -22,6 +23,7 @@ from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.operators.explain import list_moves
 from pdrun.parallel.operators.graph.export import export_graph
 from pdrun.parallel.operators.graph.graph import OperatorGraph
+from pdrun.parallel.operators.plan import OperatorSharding
 from pdrun.parallel.operators.redistribute import ALL_GATHER_SUM_GRAD
 from tests.lib.tiers import thorough
 from tests.parallel.auto import golden_models as models
@@ -306,6 +308,86 @@ def test_product_and_prelu_are_split_by_rows() -> None:
     assert layouts["mul"] == (rows, rows)
     (prelu,) = (ins for name, ins in layouts.items() if "prelu" in name)
     assert prelu == (rows, L(None))
+
+
+WHOLE = 1e12
+"""Cost of a round in which a product is not halved."""
+
+
+class HalvingPrices(PriceList):
+    """
+    The symbolic costs of MindSpore's double recursion: what halving a product along rows, columns
+    or terms costs, in elements. Each axis of two halves once more, and all devices are used. Moves
+    and weights cost nothing.
+    """
+
+    def __init__(self, graph: OperatorGraph, grid: Grid, rows_factor: float) -> None:
+        super().__init__(graph, grid, NODE)
+        self.rows_factor = rows_factor
+
+    def operator_seconds(self, position: int, sharding: OperatorSharding) -> tuple[float, float]:
+        """Return the sum of the costs of all halvings of a product; other operators are free."""
+        graph = self.graph
+        operator = graph.operators[position]
+        if operator.kind != "linear":
+            return 0.0, 0.0
+        (rows, terms), (columns, _) = (graph.shape_of(index) for index in operator.inputs)
+        total = 0.0
+        has_columns = has_terms = False
+        for axis in self.grid.names:
+            costs = {"rows": columns * terms / 2 * self.rows_factor}
+            if not has_terms:
+                costs["columns"] = rows * terms / 2
+            if not has_columns:
+                costs["terms"] = rows * columns / 2
+            split = sharding.splits.get(axis)
+            if split is None:
+                total += WHOLE
+                continue
+            names = {(0, None): "rows", (None, 0): "columns", (1, 1): "terms"}
+            name = names.get(split.in_states, "terms of sums")
+            total += costs.get(name, math.inf)
+            has_columns |= name == "columns"
+            has_terms |= name == "terms"
+            rows //= 1 + (name == "rows")
+            columns //= 1 + (name == "columns")
+            terms //= 1 + (name == "terms")
+        return total, 0.0
+
+    def weight_seconds(self, index: int, layout: L, axes: tuple[str, ...]) -> float:
+        """Return 0: the cost of rows has the sum of the gradient."""
+        return 0.0
+
+    def move_seconds(self, move: Any, itemsize: int, has_grad: bool) -> tuple[float, float]:
+        """Return 0: the costs of a product have the moves behind it."""
+        return 0.0, 0.0
+
+
+@pytest.mark.parametrize(
+    ("factor", "rounds"),
+    [
+        (0.25, ("rows", "terms", "rows")),  # 50,176, then 32,768, then 25,088 elements
+        (0.1, ("rows", "rows", "terms")),
+    ],
+)
+def test_double_recursion_halves_as_published(factor: float, rounds: tuple[str, ...]) -> None:
+    """256 x 784 to 512 on 8 devices: rows in 4, terms in 2: ((4, 2), (1, 2)) of MindSpore."""
+    graph = export_meta(
+        lambda: nn.Linear(784, 512, bias=False), torch.zeros(256, 784, device="meta")
+    )
+    grid = Grid(("a", "b", "c"), (2, 2, 2))
+    problem = SearchProblem(graph, grid, HalvingPrices(graph, grid, factor), gather=False)
+    found = search_recursive(problem)
+    (sharding,) = found.plan.shardings
+    states = {"rows": (0, None), "terms": (1, 1)}
+    assert [sharding.splits[axis].in_states for axis in grid.names] == [
+        states[name] for name in rounds
+    ]
+    layouts = [sharding.input_layout(slot, 2) for slot in (0, 1)]
+    assert [tuple(grid.group_size(axes) for axes in one.dims) for one in layouts] == [
+        (4, 2),
+        (1, 2),
+    ]
 
 
 def test_users_of_a_tensor_share_its_moves() -> None:

@@ -48,6 +48,12 @@ class PdrunGroup(click.Group):
         """Complete commands, and options and files of ``run``."""
         run = self.get_command(ctx, "run")
         assert run is not None
+        if incomplete[:1] != "-":
+            # Files first: bash forgets what is in front of them, and looks for them if no
+            # command fits.
+            files = next(param for param in run.params if param.name == "words")
+            found = files.shell_complete(click.Context(run), incomplete)
+            return [*found, *super().shell_complete(ctx, incomplete)]
         more = run.shell_complete(click.Context(run), incomplete)
         return [*super().shell_complete(ctx, incomplete), *more]
 

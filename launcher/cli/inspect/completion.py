@@ -62,12 +62,13 @@ def completion_command() -> click.Command:
 
 def make_code(root: click.Command, shell: str) -> str:
     """Return the code of a shell that calls pdrun for completions."""
-    from click.shell_completion import get_completion_class
+    from click.shell_completion import BashComplete
 
-    kind = get_completion_class(shell)
-    if kind is None:
-        raise UsageError(f"completion is not supported for {shell}")
-    return kind(root, {}, "pdrun", "_PDRUN_COMPLETE").source()
+    from pdrun.launcher.cli.inspect.completion_code import FISH, ZSH
+
+    if shell == "bash":
+        return BashComplete(root, {}, "pdrun", "_PDRUN_COMPLETE").source()
+    return {"zsh": ZSH, "fish": FISH}[shell]
 
 
 def install_completion(root: click.Command, shell: str | None) -> None:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import pty
+import re
+import select
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,6 +69,8 @@ def offered(*words: str) -> list[str]:
         (("logs", "train", "--ranks", "0,"), ["0,1", "0,2"]),
         (("export", "--to", "t"), ["tensorboard"]),
         (("doctor", "--only", "disk,po"), ["disk,ports"]),
+        (("tra",), ["tra", "trace", "translate"]),
+        (("train",), ["train"]),
         (("completion", "f"), ["fish"]),
         (("completion", "install", "z"), ["zsh"]),
     ],
@@ -89,20 +96,95 @@ def test_hostile_names_are_not_offered(home: Path) -> None:
     assert offered("status", "") == ["train", "eval"]
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_bash_itself(home: Path) -> None:
+def put_program(home: Path) -> Path:
+    """Write a program ``pdrun`` and return its folder."""
     program = home / "bin/pdrun"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m pdrun "$@"\n')
     program.chmod(0o755)
+    return program.parent
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_itself(home: Path) -> None:
     script = (
-        f'PATH="{program.parent}:$PATH"\n'
+        f'PATH="{put_program(home)}:$PATH"\n'
         'eval "$(pdrun completion bash)"\n'
         "COMP_WORDS=(pdrun status ev); COMP_CWORD=2; _pdrun_completion pdrun\n"
         'echo "${COMPREPLY[@]}"'
     )
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["eval", RUNS[2]], done.stderr
+
+
+LINES = {
+    "pdrun status ev": ("eval", RUNS[2]),
+    "pdrun logs train --ranks 0,": ("0,1", "0,2"),
+    "pdrun doctor --only disk,po": ("disk,ports",),
+    "pdrun --backend=": ("auto", "cuda"),
+    "pdrun --hosts=node0,": ("node0,node1",),
+    "pdrun tra": ("trace", "translate", "train.py"),
+    "pdrun train.": ("train.py",),
+    "pdrun --nodes 2 train.": ("train.py",),
+    "pdrun --log-dir=lo": ("logs/",),
+    "pdrun ": ("doctor", "train.py"),
+}
+"""What is typed, and some of what is offered."""
+
+
+PROMPT = "ready> "
+
+
+def wait_for_text(terminal: int, *texts: str) -> None:
+    """Read a terminal until it has shown all texts."""
+    shown, end = "", time.monotonic() + 60
+    while not all(text in shown for text in texts):
+        assert time.monotonic() < end, (texts, shown)
+        if select.select([terminal], [], [], 0.2)[0]:
+            shown += re.sub(r"[\x00-\x1f]", "", os.read(terminal, 65536).decode(errors="replace"))
+
+
+@pytest.fixture
+def files(home: Path) -> Path:
+    (home / "train.py").touch()
+    (home / "hostfile").write_text("node0\nnode1\n")
+    return home
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+def test_fish_itself(files: Path) -> None:
+    script = [f'set -x PATH "{put_program(files)}" $PATH', "pdrun completion fish | source"]
+    script += [f"echo '> {line}'; complete -C '{line}'" for line in LINES]
+    done = subprocess.run(
+        ["fish", "-c", "\n".join(script)], capture_output=True, text=True, timeout=120
+    )
+    found = dict(part.split("\n", 1) for part in done.stdout.split("> ")[1:])
+    for line, values in LINES.items():
+        offers = {item.split("\t")[0] for item in found[line].splitlines()}
+        before = line.rpartition(" ")[2].partition("=")[0] + "=" if "=" in line else ""
+        assert {before + value for value in values} <= offers, (line, done.stderr)
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+def test_zsh_itself(files: Path, pdrun: Callable[..., Outcome]) -> None:
+    """A zsh at a terminal, whose startup file has the line of ``install`` only."""
+    path = f"{put_program(files)}:{os.environ['PATH']}"
+    assert pdrun("completion", "install", "zsh").code == 0
+    environment = {**os.environ, "PATH": path, "TERM": "dumb", "PS1": PROMPT}
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execvpe("zsh", ["zsh", "-d", "-i"], environment)
+    try:
+        wait_for_text(terminal, PROMPT)
+        for line, values in LINES.items():
+            os.write(terminal, f"{line}\t\t".encode())
+            wait_for_text(terminal, *values)
+            os.write(terminal, b"\x15\n")
+            wait_for_text(terminal, PROMPT)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(terminal)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -30,7 +30,8 @@ class ForwardUses:
 
     Attributes:
         paths: of attributes, in order.
-        interleaved: paths of lists that are iterated together: ``zip(self.a, self.b)``.
+        interleaved: paths of lists that are iterated together: ``zip(self.a, self.b)``, or
+            ``self.a[i]`` and ``self.b[i]`` in one loop.
     """
 
     paths: list[Path] = field(default_factory=list)
@@ -179,6 +180,13 @@ class _PathCollector(ast.NodeVisitor):
             if len(group) > 1:
                 self.uses.interleaved.append(group)
 
+    def visit_For(self, node: ast.For) -> None:
+        """Add the lists of which a loop uses the same member each time."""
+        self.generic_visit(node)
+        group = tuple(path for path in _lists_of_loop(node) if path in self.uses.paths)
+        if len(group) > 1:
+            self.uses.interleaved.append(group)
+
     def visit_With(self, node: ast.With) -> None:
         """Visit calls of modules only where no gradients are computed: the rest changes weights."""
         if not any("no_grad" in ast.unparse(item.context_expr) for item in node.items):
@@ -216,6 +224,42 @@ class _PathCollector(ast.NodeVisitor):
             self.generic_visit(node)
         else:
             self.uses.paths.append(path)
+
+
+def _lists_of_loop(node: ast.For) -> list[Path]:
+    """Return the lists whose members a loop names by its variable, in the order of their use."""
+    target, iterated = node.target, node.iter
+    members: dict[str, Path] = {}
+    if isinstance(target, ast.Tuple) and len(target.elts) == 2:  # for i, a in enumerate(self.a)
+        target, element = target.elts
+        given = iterated.args[0] if isinstance(iterated, ast.Call) and iterated.args else iterated
+        path = _path_from_self(given)
+        if isinstance(element, ast.Name) and path is not None:
+            members[element.id] = path
+    if not isinstance(target, ast.Name):
+        return []
+    found: dict[Path, None] = {}
+    for statement in node.body:
+        for each in _walk_as_computed(statement):
+            if isinstance(each, ast.Name) and each.id in members:
+                found.setdefault(members[each.id])
+            elif isinstance(each, ast.Subscript) and isinstance(each.slice, ast.Name):
+                path = _path_from_self(each.value)
+                if path is not None and each.slice.id == target.id:
+                    found.setdefault(path)
+    return list(found)
+
+
+def _walk_as_computed(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes inside of one, arguments before the function that takes them."""
+    inside = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.Call):
+        inside = [*inside[1:], inside[0]]
+    elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and node.value is not None:
+        inside = [node.value]
+    for child in inside:
+        yield from _walk_as_computed(child)
+    yield node
 
 
 def _path_from_self(node: ast.expr) -> Path | None:

@@ -272,10 +272,15 @@ class PipelineRunner:
             split_backward.splitting_backward(split),
         ):
             output = self.stages.run_forward(
-                one_pass, lambda: step.objective.compute_output(step.model, batch)
+                one_pass,
+                lambda: step.objective.compute_output(step.model, batch),
+                is_strict=not judge,
             )
             if last and judge:
-                output = step.objective.compute_loss(output, batch, max(len(micro.rows), 1))
+                made, rows = output, max(len(micro.rows), 1)
+                output = self.stages.compute_loss(
+                    one_pass, lambda: step.objective.compute_loss(made, batch, rows)
+                )
             elif last and keep is not None and micro.weight:
                 output = keep(output, batch, micro)
         return (

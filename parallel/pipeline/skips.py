@@ -8,6 +8,8 @@ from which modules they come.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,13 +17,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from pdrun.parallel.model.forward_wrapper import wrap_forward
 from pdrun.parallel.pipeline.metadata import flatten_result
 from pdrun.parallel.pipeline.split import StageSplit
+from pdrun.parallel.pipeline.units import PlaceholderMode
 
 ResultKey = tuple[str, int, int]
 """A tensor that a module returned: the module's name, which of its calls, which of its leaves."""
@@ -38,12 +42,14 @@ class StageSkip:
         source: the stage that computes it.
         last: the last stage that uses it.
         users: all stages that use it.
+        is_changed: code between units changes it in place after its unit has returned it.
     """
 
     key: ResultKey
     source: int
     last: int
     users: frozenset[int]
+    is_changed: bool = False
 
     def crosses(self, stage: int) -> bool:
         """Return whether a stage sends it to the next one."""
@@ -78,6 +84,16 @@ class _ForwardCaller(nn.Module):
         return self.call_model(self.model, batch)
 
 
+READS = frozenset(
+    getattr(torch.Tensor, name)
+    for name in (
+        *("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"),
+        *("nonzero", "unique", "masked_select"),
+    )
+)
+"""What code reads values or shapes that depend on values with."""
+
+
 class _SourceTracker(TorchFunctionMode):
     """Gives each result of a function the sources of its arguments, outside of units."""
 
@@ -89,11 +105,13 @@ class _SourceTracker(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        given = tensors_of((args, kwargs))
+        sources = frozenset().union(*(sources_of(x) for x in given))
+        if sources and func in READS and not isinstance(given[0], FakeTensor):
+            raise RuntimeError(f"{func.__name__} reads a result of {min(sources)[0]}")
         result = func(*args, **(kwargs or {}))
         if self.depth:
             return result
-        given = tensors_of((args, kwargs))
-        sources = frozenset().union(*(sources_of(x) for x in given))
         if sources:
             # an assignment to a part returns nothing: its first argument has changed
             for tensor in tensors_of(result) or given[:1]:
@@ -115,18 +133,27 @@ def sources_of(tensor: torch.Tensor) -> frozenset[ResultKey]:
 class _ForwardTracer:
     """Records which stage needs which results, while a forward runs."""
 
-    def __init__(self, split: StageSplit, tracker: _SourceTracker) -> None:
+    def __init__(self, split: StageSplit) -> None:
         self.split = split
-        self.tracker = tracker
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the last forward."""
+        self.tracker = _SourceTracker()
+        self.running: set[str] = set()
+        """Units whose calls or forwards have begun."""
         self.calls: dict[str, None] = {}
         self.users: dict[ResultKey, set[int]] = {}
         self._counts = Counter[str]()
         self._entrance_ids: dict[int, set[int]] = {}
         self._kept: list[Any] = []
         """Arguments of entrances: their ids stay theirs."""
+        self._returned: list[tuple[ResultKey, torch.Tensor, int]] = []
+        """Results of units with their versions."""
 
     def enter_unit(self, name: str, stage: int, args: Any, kwargs: Any) -> None:
         """Note what a unit takes."""
+        self.running.add(name)
         self.tracker.depth += 1
         if self.tracker.depth > 1:
             return
@@ -149,6 +176,7 @@ class _ForwardTracer:
 
     def leave_unit(self, name: str, output: Any) -> None:
         """Give the results of a unit their keys."""
+        self.running.discard(name)
         self.tracker.depth -= 1
         if self.tracker.depth:
             return
@@ -157,6 +185,16 @@ class _ForwardTracer:
         for place, leaf in enumerate(flatten_result(output)):
             if isinstance(leaf, torch.Tensor):
                 setattr(leaf, SOURCES, frozenset({(name, call, place)}))
+                self._returned.append(((name, call, place), leaf, leaf._version))
+
+    def list_skips(self) -> tuple[StageSkip, ...]:
+        """Return what later stages use, in a fixed order."""
+        stages = self.split.unit_stages
+        changed = {key for key, leaf, version in self._returned if leaf._version != version}
+        return tuple(
+            StageSkip(key, stages[key[0]], max(users), frozenset(users), key in changed)
+            for key, users in sorted(self.users.items())
+        )
 
 
 def trace_forward(
@@ -174,10 +212,6 @@ def trace_forward(
         forward: calls it with a batch.
         batch: the first micro-batch.
     """
-    tracker = _SourceTracker()
-    tracer = _ForwardTracer(split, tracker)
-    for name, stage in split.unit_stages.items():
-        _add_hooks(model.get_submodule(name), name, stage, tracer)
     caller = _ForwardCaller(model, forward)
     dtypes = [param.dtype for param in model.parameters() if param.is_floating_point()]
 
@@ -187,23 +221,44 @@ def trace_forward(
         return x.to(dtypes[0]) if is_narrow else x
 
     batch = pytree.tree_map_only(torch.Tensor, widen, batch)
+    tracer = _ForwardTracer(split)
+    for name, stage in split.unit_stages.items():
+        _add_hooks(model.get_submodule(name), name, stage, tracer)
+    error = _run_on_fakes(caller, batch, device, tracer, is_all_fake=True)
+    if error:  # a decision on the batch: what depends on nothing else is computed
+        tracer.clear()
+        error = _run_on_fakes(caller, batch, device, tracer, is_all_fake=False)
+    if error:
+        return ForwardTrace(error=error)
+    return ForwardTrace(tracer.list_skips(), tuple(tracer.calls))
+
+
+def _run_on_fakes(
+    caller: _ForwardCaller,
+    batch: Any,
+    device: torch.device,
+    tracer: _ForwardTracer,
+    is_all_fake: bool,
+) -> str:
+    """Run the forward; return why it could not run, or nothing."""
+    fake_mode = PlaceholderMode()
+    generators: dict[str, Any] = {"devices": []}
+    if device.type != "cpu":
+        generators = {"devices": [device], "device_type": device.type}
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            with FakeTensorMode(allow_non_fake_inputs=True):
+        with torch.random.fork_rng(**generators), torch.no_grad():
+            with fake_mode:
                 state = {
                     name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
                     for name, x in caller.named_parameters()
                 }
-                with tracker:
-                    output = functional_call(caller, state, (batch,))
+            mode = fake_mode if is_all_fake else contextlib.nullcontext()
+            with mode, tracer.tracker:
+                output = functional_call(caller, state, (batch,))
     except Exception as error:
-        return ForwardTrace(error=f"{type(error).__name__}: {error}")
-    tracer.note_use(split.stage_count - 1, tensors_of_result(output))
-    skips = tuple(
-        StageSkip(key, split.unit_stages[key[0]], max(users), frozenset(users))
-        for key, users in sorted(tracer.users.items())
-    )
-    return ForwardTrace(skips, tuple(tracer.calls))
+        return f"{type(error).__name__}: {error}"
+    tracer.note_use(tracer.split.stage_count - 1, tensors_of_result(output))
+    return ""
 
 
 def tensors_of_result(value: Any) -> list[torch.Tensor]:
@@ -218,5 +273,18 @@ def _add_hooks(module: nn.Module, name: str, stage: int, tracer: _ForwardTracer)
     def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         tracer.leave_unit(name, output)
 
+    def divert(own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if name in tracer.running:
+                return own(*args, **kwargs)
+            enter(module, args, kwargs)  # code calls module.forward(x): no hook runs
+            output = own(*args, **kwargs)
+            leave(module, args, kwargs, output)
+            return output
+
+        return forward
+
+    wrap_forward(module, divert)
     module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(leave, with_kwargs=True)

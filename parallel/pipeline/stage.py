@@ -16,8 +16,9 @@ it. A branch on the value of a placeholder is an error, too.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -26,7 +27,6 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
 )
 from torch.utils import _pytree as pytree
 
@@ -43,6 +43,7 @@ from pdrun.parallel.pipeline.metadata import (
 from pdrun.parallel.pipeline.skips import ForwardTrace, ResultKey
 from pdrun.parallel.pipeline.split import StageSplit
 from pdrun.parallel.pipeline.units import (
+    PlaceholderMode,
     RemoteTensor,
     StageUnit,
     has_remote_tensors,
@@ -94,7 +95,7 @@ class PipelineStages:
         self.split = cut
         self.own_stages = tuple(mine)
         self.device = device
-        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake_mode = PlaceholderMode()
         self.running: StageForward | None = None
         self.trace = ForwardTrace()
         """What the first forward showed on fake tensors."""
@@ -217,28 +218,35 @@ class PipelineStages:
             )
         return self.running
 
-    def run_forward(self, one: StageForward, forward: Callable[[], Any]) -> Any:
+    def run_forward(
+        self, one: StageForward, forward: Callable[[], Any], is_strict: bool = True
+    ) -> Any:
         """
         Run the forward of a stage.
+
+        Args:
+            is_strict: refuse values of earlier stages in the model's result.
 
         Returns:
             the model's result on the last stage; None on others, where `StageBoundary` ended it.
         """
         self.running = one
+        self.fake_mode.refuses_writes = bool(self.trace.error)
         try:
-            output = forward()
+            with _explain_reads(one.stage, "of the model"):
+                output = forward()
         except StageBoundary:
             return None
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise UsageError(
-                f"stage {one.stage} of the model reads a value that stage {one.stage - 1} or an"
-                " earlier one computed",
-                where=API_NAME,
-                hint="make decisions of forward depend on the batch, or make them inside a module",
-            ) from error
         finally:
             self.running = None
-        return one.check_output(output)
+        one.check_end()
+        return one.complete_output(output, is_strict)
+
+    def compute_loss(self, one: StageForward, compute: Callable[[], Any]) -> Any:
+        """Return the loss of an output in which values of earlier stages can be placeholders."""
+        self.fake_mode.refuses_writes = True
+        with _explain_reads(one.stage, "of the loss"):
+            return one.complete_output(compute(), True, "the loss")
 
 
 class StageForward:
@@ -297,6 +305,7 @@ class StageForward:
         self._own_skips = {
             skip.key for skip in stages.trace.skips if skip.source == stage and skip.last > stage
         }
+        self._changed_skips = {skip.key for skip in stages.trace.skips if skip.is_changed}
         self._versions: dict[ResultKey, int] = {}
 
     def make_record(self, calls: int) -> BoundaryRecord:
@@ -341,8 +350,10 @@ class StageForward:
         self._call_counts[name] += 1
         for place, leaf in enumerate(flatten_result(output)):
             if (name, call, place) in self._own_skips and isinstance(leaf, torch.Tensor):
-                self._skips[name, call, place] = leaf
-                self._versions[name, call, place] = leaf._version
+                key = name, call, place
+                # later stages repeat the change
+                self._skips[key] = leaf.clone() if key in self._changed_skips else leaf
+                self._versions[key] = self._skips[key]._version
 
     def run_graph(self, compute: Callable[[list[torch.Tensor]], list[Any]]) -> list[Any]:
         """
@@ -416,6 +427,8 @@ class StageForward:
             real = self._skips.get((*key, place))
             if real is None:
                 return self.stages.make_placeholder(shape, dtype)
+            if (*key, place) in self._changed_skips:
+                return real.clone()  # a later stage gets what this one got
             if real.requires_grad:
                 return _WritableInput.apply(real)
             return real
@@ -457,16 +470,18 @@ class StageForward:
                 real = _WritableInput.apply(tensor) if tensor.requires_grad else tensor
                 self._replacements[id(mine)] = (mine, mine._version, real)
 
-    def _replace_placeholders(self, leaves: list[Any], name: str) -> list[Any]:
+    def _replace_placeholders(
+        self, leaves: list[Any], name: str, is_strict: bool = True
+    ) -> list[Any]:
         found = []
         for leaf in leaves:
             if isinstance(leaf, FakeTensor):
                 blank, version, real = self._replacements.get(id(leaf), (leaf, -1, leaf))
-                if real is leaf or blank._version != version:
+                if is_strict and (real is leaf or blank._version != version):
                     self._refuse_placeholder(
                         f"{name} of stage {self.stage} takes a value that an earlier stage computed"
                     )
-                leaf = real
+                leaf = leaf if blank._version != version else real
             found.append(leaf)
         return found
 
@@ -529,8 +544,8 @@ class StageForward:
                 )
             self._sent_skips.append((skip.key, slots[id(tensor)]))
 
-    def check_output(self, output: Any) -> Any:
-        """Return the model's output, without placeholders."""
+    def check_end(self) -> None:
+        """Refuse a forward that has ended before the last stage, or without its modules."""
         last = self.stages.split.stage_count - 1
         if self.stage < last:
             raise UsageError(
@@ -538,10 +553,28 @@ class StageForward:
                 where=API_NAME,
                 hint="a micro-batch can skip modules, but not all of the following stages",
             )
-        leaves, form = pytree.tree_flatten(output)
         if not self._is_inside:
             raise UsageError(f"forward called no module of stage {self.stage}", where=API_NAME)
-        return pytree.tree_unflatten(self._replace_placeholders(leaves, "the output"), form)
+
+    def complete_output(self, output: Any, is_strict: bool, what: str = "the output") -> Any:
+        """Return a result with received tensors instead of placeholders."""
+        leaves, form = pytree.tree_flatten(output)
+        found = self._replace_placeholders(leaves, what, is_strict)
+        return pytree.tree_unflatten(found, form)
+
+
+@contextlib.contextmanager
+def _explain_reads(stage: int, where: str) -> Iterator[None]:
+    """Say what it means that code reads the value of a placeholder."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise UsageError(
+            f"stage {stage} {where} reads a value that stage {stage - 1} or an earlier one"
+            " computed",
+            where=API_NAME,
+            hint="make decisions of forward depend on the batch, or make them inside a module",
+        ) from error
 
 
 class _WritableInput(torch.autograd.Function):

@@ -7,15 +7,58 @@ subclass, which asks the running stage what a call means, and reads remote weigh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from pdrun.errors import UsageError
 from pdrun.parallel.pipeline.metadata import API_NAME
+
+
+class PlaceholderMode(FakeTensorMode):
+    """
+    What computes with placeholders.
+
+    A placeholder that is written into a real tensor is lost: the tensor keeps its old values. With
+    a trace, the placeholder is the real value wherever that is used. Without one it is refused.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.refuses_writes = False
+
+    def dispatch(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = MappingProxyType({})
+    ) -> Any:
+        """Run an operator without data; checks of values hold (those of torch's distributions)."""
+        if self.refuses_writes and func._schema.is_mutable:
+            for given, declared in zip(args, func._schema.arguments, strict=False):
+                is_written = declared.alias_info is not None and declared.alias_info.is_write
+                if is_written and isinstance(given, torch.Tensor):
+                    self._check_written(func, given, args)
+        found = super().dispatch(func, types, args, kwargs)
+        if func is torch.ops.aten._is_all_true.default and isinstance(found, FakeTensor):
+            found.constant = torch.ones((), dtype=torch.bool)
+        return found
+
+    def _check_written(self, func: Any, given: torch.Tensor, args: Any) -> None:
+        if isinstance(given, (FakeTensor, nn.Buffer)):
+            return
+        if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(args)):
+            raise UsageError(
+                "a stage writes a value that an earlier stage computed into a tensor"
+                f" ({func._schema.name})",
+                where=API_NAME,
+                hint="compute a new tensor (torch.cat, torch.where, x + y), or write inside of a"
+                " module",
+            )
 
 
 class RunningForward(Protocol):
@@ -49,6 +92,7 @@ class StageUnit:
         name: of the module.
         stage: of the module.
         own_stages: the stages of this rank.
+        is_called: the module runs, through ``module(x)`` or ``module.forward(x)``.
     """
 
     def __init__(
@@ -58,6 +102,37 @@ class StageUnit:
         self.name = name
         self.stage = stage
         self.own_stages = own_stages
+        self.is_called = False
+
+    def pass_call(
+        self,
+        running: RunningForward,
+        inner: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        hooks: Iterable[Callable[..., Any]] = (),
+    ) -> Any:
+        """
+        Have the running stage do what the call of this module means.
+
+        Args:
+            hooks: to call if the result is that of another stage.
+        """
+        is_computed = False
+
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_computed
+            self.is_called = is_computed = True
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.is_called = False
+
+        found = running.call_unit(self, compute, args, kwargs)
+        if not is_computed:
+            for hook in hooks:
+                hook(args, found)
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StageUnit:
         """Return itself."""
@@ -136,7 +211,8 @@ class StageModule(RemoteWeights):
         unit: StageUnit = self.__dict__["_pdrun_unit"]
         running = unit.find_running()
         if running is not None:
-            return running.call_unit(unit, super().__call__, args, kwargs)  # type: ignore[misc]
+            call = super().__call__  # type: ignore[misc]
+            return unit.pass_call(running, call, args, kwargs, _capturing_hooks(self))
         if unit.stage not in unit.own_stages:
             what = (
                 f"{unit.name} is on stage {unit.stage}, and this rank has {list(unit.own_stages)}"
@@ -145,6 +221,17 @@ class StageModule(RemoteWeights):
                 what, where=API_NAME, hint="run.step and run.evaluate run a model in stages"
             )
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+
+def _capturing_hooks(module: Any) -> Iterator[Callable[..., Any]]:
+    """
+    Yield the hooks by which transformers collects a module's results, such as ``hidden_states``.
+
+    They are chosen by index later: one that is left out would shift the others.
+    """
+    for hook in module._forward_hooks.values():
+        if getattr(hook, "__module__", "") == "transformers.utils.output_capturing":
+            yield functools.partial(hook, module)
 
 
 def stage_class(kind: type[nn.Module]) -> type[nn.Module]:
@@ -167,6 +254,24 @@ def _mix_class(mixin: type, kind: type[nn.Module]) -> type[nn.Module]:
     if issubclass(kind, mixin):  # a second weight of the module is on another stage
         return kind
     if (mixin, kind) not in _classes:
-        about = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        about: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        if mixin is StageModule:
+            about["forward"] = _divert_forward(kind.forward)
         _classes[mixin, kind] = type(kind.__name__, (mixin, kind), about)
     return _classes[mixin, kind]
+
+
+def _divert_forward(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a class's forward that is a call of the module where code calls it directly."""
+
+    @functools.wraps(own)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return own(self, *args, **kwargs)
+        unit: StageUnit = self.__dict__["_pdrun_unit"]
+        running = unit.find_running()
+        if running is None or unit.is_called:
+            return own(self, *args, **kwargs)
+        return unit.pass_call(running, functools.partial(own, self), args, kwargs)
+
+    return forward

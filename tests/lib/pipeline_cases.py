@@ -424,6 +424,69 @@ class Ladder(nn.Module):
         return self.norm(h + first) @ self.emb.weight.T
 
 
+class Direct(Tiny):
+    """Calls the forwards of its blocks, as SqueezeBERT does; one of them with a skip."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = h = self.emb(x)
+        for block in self.blocks:
+            h = block.forward(h)
+        return self.head(self.norm(h + first))
+
+
+class Indexed(nn.Module):
+    """Takes the members of several lists by their index, and decides by its batch, as XLM does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(4))
+        self.mixes = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert int(x.max()) < WORDS
+        h = self.emb(x)
+        mask = (x % 5 != 0).unsqueeze(-1).to(h.dtype)
+        for index in range(4):
+            h = h + torch.tanh(self.mixes[index](h))
+            h = self.norms[index](h)
+            h *= mask
+        return self.head(h)
+
+
+class Rewrites(Tiny):
+    """Changes the embedding's result in place while later stages run, and uses it at the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.emb(x)
+        h = first * 1.0
+        for block in self.blocks:
+            h = block(h)
+            first += 0.1 * h
+        return self.head(self.norm(h + first))
+
+
+class Writes(Tiny):
+    """Writes results into a tensor of its own, and decides by its batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert int(x.max()) < WORDS
+        h = self.emb(x)
+        kept = torch.zeros(*x.shape, WIDTH, dtype=h.dtype)
+        kept[:, 1:] = h[:, 1:]
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.norm(h + kept))
+
+
+class WritesUnseen(Writes):
+    """The same with a block that cannot run on fake tensors."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers=layers)
+        self.blocks[0].register_forward_hook(lambda module, args, out: out + float(out.sum()) * 0)
+
+
 class Peek(Tiny):
     """A branch on an activation, between modules."""
 
@@ -487,8 +550,9 @@ class Early(Tiny):
         return h
 
 
-MODELS |= {"ladder": Ladder, "aliased": Aliased, "inside": Inside}
-for kind in (Borrow, Opaque, Peek, Select, Backwards, Odd, Early):
+MODELS |= {"ladder": Ladder, "aliased": Aliased, "inside": Inside, "indexed": Indexed}
+OTHERS = (Borrow, Opaque, Peek, Select, Backwards, Odd, Early, Direct, Rewrites, Writes)
+for kind in (*OTHERS, WritesUnseen):
     MODELS[kind.__name__.lower()] = functools.partial(kind, layers=4)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -52,6 +53,28 @@ class Zipped(nn.Module):
         return x
 
 
+class ByIndex(nn.Module):
+    """Takes the members of lists by their index, in another order than the lists are defined in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms, self.mixes, self.other = linears(2), linears(2), linears(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(2):
+            x = self.norms[i](self.mixes[i](x))
+        return self.other[0](x)
+
+
+class Enumerated(ByIndex):
+    """The same with one of the lists iterated."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, mix in enumerate(self.mixes):
+            x = mix(x) + self.norms[i](x)
+        return self.other[0](x)
+
+
 def test_layers_that_are_read_before_they_are_called() -> None:
     units = list(split_model(Rescaled(), 2).unit_stages)
     assert units == ["emb", "frozen", "layers.0", "layers.1"]
@@ -66,3 +89,11 @@ def test_lists_that_are_iterated_together() -> None:
         "blocks.1.0": 1,
         "blocks.1.1": 1,
     }
+
+
+@pytest.mark.parametrize(("kind", "first"), [(ByIndex, "mixes"), (Enumerated, "mixes")])
+def test_lists_by_the_index_of_a_loop(kind: type[nn.Module], first: str) -> None:
+    units = split_model(kind(), 2).unit_stages
+    assert set(list(units)[:2]) == {"norms.0", "mixes.0"}
+    assert next(iter(units)) == f"{first}.0"
+    assert units == dict(zip(units, (0, 0, 0, 1, 1), strict=True))

@@ -88,6 +88,16 @@ def test_what_is_read_beside_the_stages(worlds: Any) -> None:
         check(worlds, Case(model))
 
 
+@pytest.mark.parametrize("model", ["direct", "indexed", "rewrites", "writes"])
+def test_what_forwards_do_between_modules(worlds: Any, model: str) -> None:
+    """
+    Direct calls of forwards, lists by index, decisions on the batch, and values that are changed in
+    place: each is repeated by later stages as the first ones do it.
+    """
+    more = (("schedule", "interleaved"),)
+    check(worlds, Case(model, rows=(16, 13), double=True, more=more))
+
+
 def refused(worlds: Any, case: Case) -> str:
     """Return the error of the ranks, without what others say of a peer that has gone."""
     told = worlds(case.world).failures(piped.train, case)
@@ -120,6 +130,10 @@ def refused(worlds: Any, case: Case) -> str:
             "stages={glob: stage} in the order in which forward calls them: emb, blocks.0",
         ),
         (Case("odd"), "blocks.0 returns a set"),
+        (
+            Case("writesunseen"),
+            "a stage writes a value that an earlier stage computed into a tensor (aten::copy_)",
+        ),
         (Case("early"), "forward ended in stage 0, without a call of a module of a later one"),
     ],
     ids=lambda value: value.model if isinstance(value, Case) else "",

@@ -88,6 +88,12 @@ def _loss(output: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, to
     return total, (labels != -100).sum()
 
 
+def _hidden_loss(output: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
+    """Return the loss of the logits and of a layer's result, which is chosen by its index."""
+    total, count = _loss(output, batch)
+    return total + output.hidden_states[1].square().sum() + output.hidden_states[3].sum(), count
+
+
 MEGATRON = {
     "model.embed_tokens.weight": L("tp", None),
     "model.layers.*.self_attn.[qkv]_proj.weight": L("tp", None),
@@ -105,17 +111,20 @@ def train(kind: str, stages: int, schedule: str, tensor: int = 1) -> list[tuple[
     if stages > 1:
         mesh = solve_mesh(stages * tensor, {"pp": stages, "tp": tensor})
         how = {"mesh": mesh, "pipeline": Pipeline(4, schedule=schedule)}
+    is_hidden = kind.endswith("-hidden")
     if tensor > 1:
         sample = {key: value[:2] for key, value in _batch(0).items() if key != "labels"}
         how |= {"strategy": Operators(MEGATRON), "sample": sample}
     run = parallelize(
-        _build(kind),
+        _build(kind.removesuffix("-hidden")),
         lambda params: torch.optim.SGD(params, lr=0.1),
-        _loss,
+        _hidden_loss if is_hidden else _loss,
         norm=True,
         seed=3,
         forward=lambda model, batch: model(
-            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            output_hidden_states=is_hidden,
         ),
         **how,
     )
@@ -131,6 +140,12 @@ def train(kind: str, stages: int, schedule: str, tensor: int = 1) -> list[tuple[
 def test_models_as_they_are(worlds: Any, kind: str, schedule: str) -> None:
     want = worlds(1).run(train, kind, 1, "")[0]
     for found in worlds(2).run(train, kind, 2, schedule):
+        np.testing.assert_allclose(found, want, rtol=2e-6)
+
+
+def test_hidden_states_of_earlier_stages_keep_their_places(worlds: Any) -> None:
+    want = worlds(1).run(train, "llama-hidden", 1, "")[0]
+    for found in worlds(2).run(train, "llama-hidden", 2, "1f1b"):
         np.testing.assert_allclose(found, want, rtol=2e-6)
 
 

@@ -48,6 +48,8 @@ FP8_TOLERANCE = 1e-1
 """Largest relative difference of a gradient in fp32 and fp64, and in narrower types."""
 ROW_DEPENDENCE_TOLERANCE = 1e-4
 """Relative difference of the loss above which two slices as one count as another loss."""
+GRADIENT_SLACK = 10.0
+"""How much more than the loss gradients may differ there."""
 ROUNDING_FACTOR = 8.0
 """How much further than one process in fp32 a run can be from fp64, if it differs by rounding."""
 ROUNDING_SAMPLES = 4
@@ -76,7 +78,8 @@ class StepComparison:
     """The weight with that difference."""
     row_dependence: float = 0.0
     """
-    Relative difference, in one process, between the loss of two slices as one and separately.
+    Relative difference, in one process, between two slices as one and separately: of the loss, or a
+    tenth of that of the gradients.
     """
     rounding: tuple[float, float] | None = None
     """
@@ -109,8 +112,8 @@ class VerifyReport:
     steps: tuple[StepComparison, ...]
     row_dependence: float = 0.0
     """
-    How much the loss of two slices depends on whether they are computed as one; 0 for a loss that
-    computes each row separately.
+    How much two slices depend on whether they are computed as one (`StepComparison`); 0 for a model
+    and a loss that compute each row separately.
     """
 
     @property
@@ -122,9 +125,10 @@ class VerifyReport:
         lines = [f"step {place}: {step}" for place, step in enumerate(self.steps, 1)]
         if self.row_dependence:
             lines.append(
-                f"two slices computed as one have another loss (by {self.row_dependence:.1e}): "
-                "the model or the loss looks across rows, adds a term per slice or draws random "
-                "numbers; it depends on the number of slices (ranks x accumulate)"
+                "two slices computed as one have another loss or other gradients (by"
+                f" {self.row_dependence:.1e}): the model or the loss looks across rows, adds a term"
+                " per slice or draws random numbers; it depends on the number of slices (ranks x"
+                " accumulate)"
             )
         return "\n".join(lines)
 
@@ -355,12 +359,8 @@ def _compute_reference(
                 totals.append(float(total.detach()))
                 counts.append(float(count))
                 slices.append(rows)
-        if len(slices) > 1 and not is_joined and is_checked:
-            both = _join_ranges(slices[:2])
-            with _without_backward(state):
-                joint = float(state.compute_objective(model, load_rows(both), both, 0)[0].detach())
-            separate = totals[0] + totals[1]
-            row_dependence = abs(joint - separate) / max(abs(separate), 1e-6)
+                if len(slices) == 2 and not is_joined and is_checked:
+                    row_dependence = _compare_joined(state, model, slices, load_rows, sum(totals))
         if any(slicing.dims or ()) and is_checked:
             _check_slices_are_rows(state, model, slices, load_rows)
     grads, norm = _divide_and_clip(state, model, sum(counts))
@@ -375,6 +375,31 @@ def _add_rounding(model: nn.Module, seed: int) -> None:
             if param.is_floating_point():
                 noise = torch.randn(param.shape, generator=generator).to(param)
                 param.mul_(1 + 2.0 ** (seed - 1) * torch.finfo(param.dtype).eps * noise)
+
+
+def _compare_joined(
+    state: RunState,
+    model: nn.Module,
+    slices: list[range],
+    load_rows: Callable[[range], Any],
+    separate: float,
+) -> float:
+    """Return the row dependence of two slices; the model has the gradients of both."""
+    kept = [(param, param.grad) for param in model.parameters() if param.grad is not None]
+    model.zero_grad(set_to_none=True)
+    both = _join_ranges(slices)
+    total = state.compute_objective(model, load_rows(both), both, 0)[0]
+    total.backward()
+    difference = size = 0.0
+    for param, grad in kept:
+        mine = torch.zeros_like(grad) if param.grad is None else param.grad
+        difference += float((mine.double() - grad.double()).norm()) ** 2
+        size += float(grad.double().norm()) ** 2
+    model.zero_grad(set_to_none=True)
+    for param, grad in kept:
+        param.grad = grad
+    by_loss = abs(float(total.detach()) - separate) / max(abs(separate), 1e-6)
+    return max(by_loss, math.sqrt(difference / max(size, 1e-24)) / GRADIENT_SLACK)
 
 
 def _without_backward(state: RunState) -> AbstractContextManager[Any]:

@@ -4,6 +4,7 @@ Trains many architectures under many plans, each compared with plain torch in on
     PYTHONPATH=/path/to/packages python benchmarks/model_zoo.py
     python benchmarks/model_zoo.py --only llama,gpt --plan tensor,pipeline
     python benchmarks/model_zoo.py --sample 40
+    python benchmarks/model_zoo.py --sample 9999 --json cells.json --resume
     python benchmarks/model_zoo.py --list
 
 Models are small configurations with random weights; nothing is loaded. A library that is not
@@ -225,6 +226,14 @@ def judge_answers(answers: list[tuple[str, str]]) -> tuple[str, str]:
     return "equal", ""
 
 
+def read_results(path: Path) -> list[CellResult]:
+    """Return the cells that an earlier run has appended to a file."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [CellResult(**json.loads(line)) for line in lines]
+
+
 def print_table(results: list[CellResult], plans: list[str]) -> None:
     """Print a row per architecture, then the counts, then what is not equal."""
     width = max(len(one.model) for one in results)
@@ -253,6 +262,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sample", type=int, help="number of random cells, the same each time")
     parser.add_argument("--seconds", type=float, default=CELL_SECONDS, help="limit of a cell")
     parser.add_argument("--json", help="file to which each result is appended as a line")
+    parser.add_argument("--resume", action="store_true", help="leave out cells that --json has")
     parser.add_argument("--keep", help="folder for the output of cells that crashed")
     parser.add_argument("--list", action="store_true", help="print architectures and plans")
     return parser.parse_args()
@@ -281,7 +291,9 @@ def main() -> int:
     cells = [(one, plan) for one in chosen for plan in plans if applies(one, PLANS[plan])]
     if options.sample:  # in random order: a run that is cut is a sample, too
         cells = random.Random(0).sample(cells, min(options.sample, len(cells)))
-    results = []
+    results = read_results(Path(options.json)) if options.resume and options.json else []
+    known = {(one.model, one.plan) for one in results}
+    cells = [(one, plan) for one, plan in cells if (one.name, plan) not in known]
     with tempfile.TemporaryDirectory(prefix="zoo") as folder:
         runner = CellRunner(options.keep or folder, options.seconds)
         for architecture, plan in cells:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from pdrun.parallel.experts.fused import is_fused
 from pdrun.parallel.experts.moe import MoE
 from pdrun.parallel.experts.style import experts
 from pdrun.parallel.inference.decode import find_session
-from pdrun.parallel.inference.inference_model import INFER, InferenceModel
+from pdrun.parallel.inference.inference_model import INFER, InferenceModel, naming_infer
 from pdrun.parallel.inference.load import load_weights
 from pdrun.parallel.inference.sources import WEIGHTS_HINT, open_source
 from pdrun.parallel.inference.stages import take_stage
@@ -34,7 +32,7 @@ from pdrun.parallel.startup.init import Context
 from pdrun.parallel.startup.init import init as init_process
 from pdrun.parallel.tensor import Strategy, strategy_for
 from pdrun.parallel.tensor.style import ModuleStyle
-from pdrun.parallel.training.rank_agreement import PARALLELIZE, RankAgreement
+from pdrun.parallel.training.rank_agreement import RankAgreement
 
 TIMEOUT_SECONDS = 600.0
 """Default limit of a collective."""
@@ -100,7 +98,7 @@ def infer(
     agreement.check_equal(described.items(), where=INFER, hint=hint)
     session = find_session(model)
     device = torch.device(job.device)
-    with _naming_infer(), claim_model(model) as begin_partitioning:
+    with naming_infer(), claim_model(model) as begin_partitioning:
         is_empty = move_model(model, device)
         if is_empty and weights is None:
             raise UsageError(
@@ -177,17 +175,6 @@ def _check_mesh(devices: Any, world: int) -> None:
             where=INFER,
             hint="divide weights over tp or pp, and prompts over dp",
         )
-
-
-@contextmanager
-def _naming_infer() -> Iterator[None]:
-    """Inside, errors of what `pdrun.parallelize` does too name `pdrun.infer`."""
-    try:
-        yield
-    except PdrunError as error:
-        if error.where == PARALLELIZE:
-            error.where = INFER
-        raise
 
 
 def _make_axes(devices: Mesh, job: Context, device: torch.device, seconds: float) -> MeshGroups:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from pdrun.errors import ConfigError, UsageError
+from pdrun.errors import ConfigError, PdrunError, UsageError
 from pdrun.parallel.comm.groups import MeshGroups
 from pdrun.parallel.comm.mesh import EXPERT_AXIS, STAGE_AXIS, Mesh
 from pdrun.parallel.comm.sharded import ShardedGroup
@@ -26,6 +27,7 @@ from pdrun.parallel.inference.decode import (
 )
 from pdrun.parallel.inference.encoder_decoder import (
     EncoderDecoderSession,
+    EncoderInputs,
     digest_inputs,
     parse_inputs,
     probe_inputs,
@@ -37,7 +39,7 @@ from pdrun.parallel.inference.sampling import GENERATE, Sampling
 from pdrun.parallel.layouts.layout import L
 from pdrun.parallel.model.shards import Ranges, shard_of
 from pdrun.parallel.tensor import Strategy
-from pdrun.parallel.training.rank_agreement import RankAgreement
+from pdrun.parallel.training.rank_agreement import PARALLELIZE, RankAgreement
 
 INFER = "pdrun.infer"
 SAME_CALL_HINT = "every rank calls it with the same prompts and options; seed= too"
@@ -135,7 +137,7 @@ class InferenceModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, without gradients; ranks of one tensor group pass the same input."""
-        with torch.inference_mode():
+        with torch.inference_mode(), naming_infer():
             return self.model(*args, **kwargs)
 
     def generate(
@@ -189,6 +191,21 @@ class InferenceModel:
             "inputs": digest_inputs(encoder_inputs),
         }
         self._agreement.check_equal(call.items(), where=GENERATE, hint=SAME_CALL_HINT)
+        with naming_infer():
+            return _check_finite(
+                self._generate(prompts, encoder_inputs, places, max_new_tokens, sampling, ends)
+            )
+
+    def _generate(
+        self,
+        prompts: Prompts,
+        encoder_inputs: EncoderInputs,
+        places: int,
+        new: int,
+        sampling: Sampling,
+        ends: tuple[int, ...],
+    ) -> GeneratedRows:
+        """Return the tokens of all prompts."""
         mine = prompts.part_for(self._rows.index, self._rows.size)
         made = GeneratedRows([], [])
         # ranks that have the experts of others compute with them, if need be without own rows
@@ -202,7 +219,7 @@ class InferenceModel:
                 made = generate_rows(
                     session,
                     computed.rows,
-                    max_new_tokens,
+                    new,
                     sampling,
                     ends,
                     self._share_tokens,
@@ -210,7 +227,7 @@ class InferenceModel:
                 )
         if not mine.ids:
             made = GeneratedRows([], [])
-        return _check_finite(self._join_rows(made))
+        return self._join_rows(made)
 
     def _share_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the tokens of the last stage's first rank, on all ranks with the same rows."""
@@ -249,7 +266,7 @@ class InferenceModel:
         encoder_inputs = parse_inputs(self.model, inputs, prompts)
         tokens = self.generate(ids, max_new_tokens, inputs=inputs)
         places = check_prompts(prompts, max_new_tokens, self.vocabulary, self.max_length, None)
-        with torch.inference_mode():
+        with torch.inference_mode(), naming_infer():
             return compare_with_full(
                 self.model,
                 self._original,
@@ -317,6 +334,17 @@ class InferenceModel:
             where = ", ".join(axes)
             lines.append(f"each token: {calls} x {name} over {where}, {nbytes:,} bytes a row")
         return "\n".join(lines)
+
+
+@contextmanager
+def naming_infer() -> Iterator[None]:
+    """Inside, errors of what `pdrun.parallelize` does too name `pdrun.infer`."""
+    try:
+        yield
+    except PdrunError as error:
+        if error.where == PARALLELIZE:
+            error.where = INFER
+        raise
 
 
 def _cache_layers(probe: Any) -> Iterator[tuple[int, int | None]]:

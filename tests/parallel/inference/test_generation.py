@@ -208,6 +208,7 @@ def test_a_rank_killed_in_decode_ends_the_others_by_peer_lost(
 ) -> None:
     kind, text = worlds(2).failure(0, die_in_decode, degrees)
     assert kind == "PeerLost", text
+    assert text.startswith("pdrun.infer: ")
 
 
 def test_rows_end_at_eos_and_the_rest_is_unchanged() -> None:

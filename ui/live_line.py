@@ -1,7 +1,7 @@
 """
 The last line of the terminal while a job runs: what it does now, and how long it will take.
 
-    step 1,200 of 10,000  loss 2.31  4.2 steps/s  rank 5 slow  1 restart  35:02 left  0:05:10
+    step 1,200 of 10,000  loss 2.31  4.2 steps/s  rank 5 slow  35:02 left  0:05:10 elapsed
 
 Pure: statuses and times in, a text out.
 """
@@ -62,7 +62,7 @@ class LiveLine:
             reason = escape_text(status.reason)[:MAX_REASON_CHARS]
             parts = [(0, f"{status.state}: {reason}" if reason else status.state)]
         if status.started_at:
-            parts.append((5, format_age(status, now)))
+            parts.append((5, f"{format_age(status, now)} elapsed"))
         return _fit_parts(parts, width)
 
     def _note_step(self, status: JobStatus) -> None:

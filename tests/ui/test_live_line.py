@@ -26,11 +26,14 @@ def at_step(step: int, when: float, **changes: object) -> JobStatus:
 
 def test_a_job_that_runs() -> None:
     line = LiveLine()
-    assert line.format(RUNNING, 1012.0, 80) == "running: 4 ranks on 2 nodes  0:00:12"
-    assert line.format(at_step(100, 1020.0), 1020.0, 80) == "step 100 of 1,000  loss 2.5  0:00:20"
+    assert line.format(RUNNING, 1012.0, 80) == "running: 4 ranks on 2 nodes  0:00:12 elapsed"
+    assert (
+        line.format(at_step(100, 1020.0), 1020.0, 80)
+        == "step 100 of 1,000  loss 2.5  0:00:20 elapsed"
+    )
     found = line.format(at_step(120, 1025.0, restarts=1), 1027.0, 80)
     # 880 steps at 4 a second, and 2 s have passed since the report
-    assert found == "step 120 of 1,000  loss 2.5  4 steps/s  1 restart  3:38 left  0:00:27"
+    assert found == "step 120 of 1,000  loss 2.5  4 steps/s  1 restart  3:38 left  0:00:27 elapsed"
 
 
 def test_rates_do_not_reach_over_a_restart() -> None:
@@ -59,7 +62,7 @@ def test_who_is_missing_while_a_job_meets() -> None:
     status = JobStatus(state="gathering", expected=4, started_at=1000.0, nodes={"n0": NODES["n0"]})
     line = LiveLine(["n0", "n1", "n2", "n3"])
     assert line.format(status, 1008.0, 120) == (
-        "waiting: 1 of 4 nodes have joined  here: n0  missing: n1, n2, n3  0:00:08"
+        "waiting: 1 of 4 nodes have joined  here: n0  missing: n1, n2, n3  0:00:08 elapsed"
     )
     many = LiveLine([f"host{index}" for index in range(5000)])
     assert text_width(many.format(status, 1008.0, 200)) <= 200
@@ -68,7 +71,9 @@ def test_who_is_missing_while_a_job_meets() -> None:
 def test_states_between_and_the_end() -> None:
     line = LiveLine()
     restarting = JobStatus(state="restarting", reason="rank 1 failed\x1b[2J", started_at=1000.0)
-    assert line.format(restarting, 1001.0, 80) == r"restarting: rank 1 failed\x1b[2J  0:00:01"
+    assert (
+        line.format(restarting, 1001.0, 80) == r"restarting: rank 1 failed\x1b[2J  0:00:01 elapsed"
+    )
     assert line.format(JobStatus(state="done"), 1001.0, 80) == ""
 
 

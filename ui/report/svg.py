@@ -6,6 +6,7 @@ Coordinates are rounded to a tenth of a pixel, so that equal logs give equal byt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,13 @@ ROW = 18
 CURVE_HEIGHT = 220
 MAX_ROWS = 64
 """Nodes in the timeline; beyond them only those out of the ordinary."""
-_TICKS = 6
+_MAX_TICKS = 8
+_ROUND_SECONDS = (
+    *(factor * 10.0**power for power in (-3, -2, -1, 0) for factor in (1, 2, 5)),
+    *(10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1_200.0, 1_800.0, 3_600.0, 7_200.0),
+    *(4 * 3_600.0, 8 * 3_600.0),
+)
+"""Distances of grid lines; of long jobs a day, or days."""
 
 
 @dataclass(frozen=True)
@@ -37,20 +44,32 @@ class TimeAxis:
         return LEFT + (inside - self.begin) / span * (WIDTH - LEFT - 10)
 
     def render(self, height: float) -> Iterable[str]:
-        """Yield grid lines with the seconds since the begin."""
+        """Yield grid lines at round times since the begin."""
         span = max(self.end - self.begin, 1e-3)
-        for index in range(_TICKS + 1):
-            when = self.begin + span * index / _TICKS
-            x = format_number(self.place(when))
+        distance = choose_distance(span)
+        for index in range(int(span / distance + 1e-6) + 1):
+            place = self.place(self.begin + index * distance)
+            x = format_number(place)
             yield f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="{format_number(height)}"/>'
-            label = format_seconds(span * index / _TICKS)
-            anchor = "end" if index == _TICKS else "start" if index == 0 else "middle"
+            anchor = "end" if place > WIDTH - 50 else "start" if index == 0 else "middle"
+            label = format_seconds(index * distance)
             y = format_number(height + 14)
             yield f'<text x="{x}" y="{y}" text-anchor="{anchor}">{label}</text>'
 
 
+def choose_distance(span: float) -> float:
+    """Return the seconds between grid lines: the least round number with few lines."""
+    for seconds in _ROUND_SECONDS:
+        if span / seconds <= _MAX_TICKS:
+            return seconds
+    days = math.ceil(span / _MAX_TICKS / 86_400)
+    return days * 86_400.0
+
+
 def format_seconds(seconds: float) -> str:
     """Return a duration for people: ``0.8 s``, ``1 min 5 s``, ``2 h 3 min``."""
+    if 0 < seconds < 0.0995:
+        return f"{round(seconds * 1000)} ms"
     if seconds < 9.95:
         return f"{seconds:.1f} s".replace(".0 s", " s")
     whole = round(seconds)
@@ -149,10 +168,11 @@ def render_values(points: Sequence[ValuePoint], begin: float, end: float) -> str
         return ""
     axis = TimeAxis(begin, end)
     low, high = min(value for _, value in known), max(value for _, value in known)
-    span = (high - low) or 1.0
+    span = high - low
 
     def y_of(value: float) -> float:
-        return CURVE_HEIGHT - 5 - (value - low) / span * (CURVE_HEIGHT - 10)
+        share = (value - low) / span if span else 0.5
+        return CURVE_HEIGHT - 5 - share * (CURVE_HEIGHT - 10)
 
     parts = list(axis.render(CURVE_HEIGHT))
     for value in sorted({low, (low + high) / 2, high}):

@@ -12,13 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrun.ui.report.history import HistoryReader, read_history
+from pdrun.ui.report.history import HistoryReader, ValuePoint, read_history
 from pdrun.ui.report.page import LogTail, render_page
 from pdrun.ui.report.svg import (
     MAX_ROWS,
+    TimeAxis,
+    choose_distance,
     choose_rows,
     format_seconds,
     render_timeline,
+    render_values,
     split_at_falls,
 )
 from pdrun.ui.report.text import BLANK, blank_secrets
@@ -143,7 +146,14 @@ def test_nodes_with_trouble_are_in_the_timeline_of_a_large_job() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.0, "0 s"), (0.84, "0.8 s"), (59.6, "1 min"), (65, "1 min 5 s"), (7_380, "2 h 3 min")],
+    [
+        (0.0, "0 s"),
+        (0.02, "20 ms"),
+        (0.84, "0.8 s"),
+        (59.6, "1 min"),
+        (65, "1 min 5 s"),
+        (7_380, "2 h 3 min"),
+    ],
 )
 def test_durations(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
@@ -154,6 +164,29 @@ def test_a_job_that_has_hardly_begun_has_a_page(lines: list[str]) -> None:
     page = render_page(read(*lines))
     check_harmless(page)
     assert "no verdict in the log" in page
+
+
+@given(st.floats(0.01, 1e9))
+def test_grid_lines_are_at_round_times_inside_of_the_picture(span: float) -> None:
+    distance = choose_distance(span)
+    assert 0 < span / distance <= 8
+    assert span / distance >= 2 or span > 1e6
+    labels = [part for part in TimeAxis(0.0, span).render(10) if part.startswith("<text")]
+    assert len(labels) == int(span / distance + 1e-6) + 1
+    assert ">0 s<" in labels[0]
+
+
+def test_times_are_round() -> None:
+    labels = " ".join(TimeAxis(1000.0, 1136.0).render(10))
+    assert re.findall(r">([^<>]+)</text>", labels) == [
+        *("0 s", "20 s", "40 s", "1 min", "1 min 20 s", "1 min 40 s", "2 min"),
+    ]
+
+
+def test_a_constant_is_in_the_middle() -> None:
+    points = [ValuePoint(float(when), 7.0, -1) for when in range(3)]
+    found = re.search(r'points="([^"]*)"', render_values(points, 0.0, 2.0))
+    assert found and {place.split(",")[1] for place in found[1].split()} == {"110"}
 
 
 def test_a_restart_breaks_the_curve() -> None:

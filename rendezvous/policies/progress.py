@@ -119,11 +119,12 @@ class ProgressTracker:
 
     def take_record(self, now: float, *, is_ending: bool = False) -> Mapping[str, Any] | None:
         """
-        Return the data of a ``progress`` event if one is due: every RECORD_SECONDS, and once when
-        the first worker ends (``is_ending``), so that the last steps of a job are on record.
+        Return the data of a ``progress`` event if one is due: every RECORD_SECONDS, and when the
+        first and the last worker end (``is_ending``), so that the last steps of a job are on
+        record.
         """
         if is_ending:
-            is_due, self._is_ending = not self._is_ending, True
+            is_due, self._is_ending = not self._is_ending or len(self._tracks) == 1, True
         else:
             is_due = now >= self._record_at
         if not self._has_news or not is_due or not self._tracks:

@@ -277,3 +277,15 @@ def test_numbers_are_on_record_with_the_last_step() -> None:
     assert (ending["most"], ending["values"]["loss"][0]) == (9, 2.0)
     tracker.add_report("b", Progress(0, (Step(2, 10),)), range(2, 3))
     assert tracker.take_record(1.0, is_ending=True) is None, "once"
+
+
+def test_the_last_worker_leaves_its_last_step_on_record() -> None:
+    tracker = ProgressTracker(0.0)
+    tracker.add_report("a", Progress(0, (Step(0, 99), Step(1, 30)), -1, 100), range(2))
+    assert tracker.take_record(0.0, is_ending=True) is not None
+    tracker.drop_worker(0)
+    tracker.add_report("a", Progress(0, (Step(1, 99),), -1, 100), range(2))
+    assert tracker.take_record(1.0) is None
+    ending = tracker.take_record(1.0, is_ending=True)
+    assert ending is not None
+    assert ending["step"] == 99

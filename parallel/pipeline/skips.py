@@ -22,6 +22,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from pdrun.parallel.model.copies import copy_attributes
 from pdrun.parallel.model.forward_wrapper import wrap_forward
 from pdrun.parallel.pipeline.metadata import flatten_result
 from pdrun.parallel.pipeline.split import StageSplit
@@ -160,6 +161,8 @@ class _ForwardTracer:
         self.calls.setdefault(name)
         tensors = tensors_of((args, kwargs))
         if stage not in self._entrance_ids:
+            if self._entrance_ids:  # the stage before computes what this one is given
+                self.note_use(max(self._entrance_ids), tensors)
             self._entrance_ids[stage] = {id(x) for x in tensors}
             self._kept.append(tensors)
         else:
@@ -252,6 +255,8 @@ def _run_on_fakes(
                     name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
                     for name, x in caller.named_parameters()
                 }
+            for name, x in caller.named_parameters():
+                copy_attributes(x, state[name])
             mode = fake_mode if is_all_fake else contextlib.nullcontext()
             with mode, tracer.tracker:
                 output = functional_call(caller, state, (batch,))

@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from pdrun.errors import UsageError
+from pdrun.parallel.model.copies import copy_attributes
 from pdrun.parallel.pipeline.metadata import (
     API_NAME,
     BoundaryRecord,
@@ -190,6 +191,7 @@ class PipelineStages:
     def _make_remote(self, name: str, tensor: torch.Tensor) -> RemoteTensor:
         """Return what a weight or buffer of another stage reads as."""
         placeholder = self.make_placeholder(tuple(tensor.shape), tensor.dtype)
+        copy_attributes(tensor, placeholder)
         return RemoteTensor(name, self.find_running, placeholder, isinstance(tensor, nn.Parameter))
 
     def make_placeholder(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

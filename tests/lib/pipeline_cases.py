@@ -487,6 +487,25 @@ class WritesUnseen(Writes):
         self.blocks[0].register_forward_hook(lambda module, args, out: out + float(out.sum()) * 0)
 
 
+class Quantised(Borrow):
+    """As Borrow, and blocks are scaled by frozen bytes, which have an attribute."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block(0.0)
+            codes = torch.randint(256, (WIDTH,), dtype=torch.uint8)
+            self.codes = nn.Parameter(codes, requires_grad=False)
+            setattr(self.codes, "unit", 1 / 128)  # noqa: B010
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(x) * (self.codes * self.codes.unit)
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__(layers=layers)
+        self.blocks = nn.ModuleList(self.Layer() for _ in range(layers))
+
+
 class Peek(Tiny):
     """A branch on an activation, between modules."""
 
@@ -551,7 +570,7 @@ class Early(Tiny):
 
 
 MODELS |= {"ladder": Ladder, "aliased": Aliased, "inside": Inside, "indexed": Indexed}
-OTHERS = (Borrow, Opaque, Peek, Select, Backwards, Odd, Early, Direct, Rewrites, Writes)
+OTHERS = (Borrow, Opaque, Peek, Select, Backwards, Odd, Early, Direct, Rewrites, Writes, Quantised)
 for kind in (*OTHERS, WritesUnseen):
     MODELS[kind.__name__.lower()] = functools.partial(kind, layers=4)
 

@@ -88,7 +88,7 @@ def test_what_is_read_beside_the_stages(worlds: Any) -> None:
         check(worlds, Case(model))
 
 
-@pytest.mark.parametrize("model", ["direct", "indexed", "rewrites", "writes"])
+@pytest.mark.parametrize("model", ["direct", "indexed", "rewrites", "writes", "quantised"])
 def test_what_forwards_do_between_modules(worlds: Any, model: str) -> None:
     """
     Direct calls of forwards, lists by index, decisions on the batch, and values that are changed in

@@ -30,6 +30,17 @@ class Masked(nn.Module):
         return self.head(self.norm(self.fc(x)) + self.attn_mask)
 
 
+class Widened(Masked):
+    """Computes a weight in fp32, as a dequantised one is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.attn_mask
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.nn.functional.linear(x, self.fc.weight.float()))
+
+
 class Broken(Masked):
     """Another mistake."""
 
@@ -67,6 +78,14 @@ def test_other_errors_stay() -> None:
         param.data = param.data.half()
     assert list(find_wide_buffers(half)) == ["attn_mask"]
     assert list(find_wide_buffers(Masked())) == []
+
+
+def test_values_that_forward_makes_are_told_too(worlds: Worlds) -> None:
+    for kind, text in worlds(1).failures(stepped, Widened, "bf16", 0):
+        assert kind == "UsageError", text
+        assert "forward makes values of another type" in text and "autocast=True" in text
+    found = worlds(1).run(stepped, Widened, Precision("bf16", autocast=True), 0)[0]
+    assert found == pytest.approx(worlds(1).run(stepped, Widened, None, 0)[0], rel=3e-2)
 
 
 def test_an_error_without_such_buffers_is_torchs(worlds: Worlds) -> None:

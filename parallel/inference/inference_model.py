@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -18,12 +20,15 @@ from pdrun.parallel.comm.sharded import ShardedGroup
 from pdrun.parallel.inference.compiled_decode import compile_session
 from pdrun.parallel.inference.decode import (
     CHECKED_TOKENS,
+    NARROW_CHECK,
+    WIDE_CHECK,
     CachedSession,
     GeneratedRows,
     PlainCachedSession,
+    RecomputedSession,
     SessionFactory,
-    check_caches,
     generate_rows,
+    measure_caches,
 )
 from pdrun.parallel.inference.encoder_decoder import (
     EncoderDecoderSession,
@@ -112,10 +117,6 @@ class InferenceModel:
         self.axes = axes
         self._original = original
         self._agreement = agreement
-        self._eager_session = session
-        if is_compiled:
-            session = compile_session(session, model)
-        self._session = session
         self._strategy = strategy
         self._tensor = axes[mesh.tensor_axes]
         config = getattr(model, "config", None)
@@ -125,15 +126,56 @@ class InferenceModel:
         self._stages = axes[STAGE_AXIS]
         self._rows = axes[mesh.row_axes]
         with torch.inference_mode():
-            probe = session(model, Prompts(((0,),), 1), 1, axes.device, probe_inputs(model))
+            first = Prompts(((0,),), 1), 1, axes.device, probe_inputs(model)
+            if session in (CachedSession, PlainCachedSession):
+                self.vocabulary = int(RecomputedSession(model, *first).start().shape[-1])
+                session = self._choose_session(session, is_compiled)
+            probe = session(model, *first)
             axes.reset_counts()
             self.vocabulary = int(probe.start().shape[-1])
         self._per_token = {key: (count.calls, count.nbytes) for key, count in axes.counts.items()}
         self._layers: list[tuple[int, int | None]] = list(_cache_layers(probe))
-        if isinstance(probe, PlainCachedSession):
-            with torch.inference_mode():
-                longest = self.max_length or CHECKED_TOKENS
-                check_caches(model, axes.device, self.vocabulary, longest)
+        self._eager_session = session
+        self._session = compile_session(session, model) if is_compiled else session
+
+    def _choose_session(self, session: SessionFactory, is_compiled: bool) -> SessionFactory:
+        """
+        Return a session whose tokens are those of full sequences: this one, or that without caches.
+
+        Raises:
+            UsageError: caches differ, and full sequences cannot replace them.
+        """
+        if self.max_length is not None and self.max_length < CHECKED_TOKENS:
+            return session
+        device = self.axes.device
+        difference = math.inf
+        try:
+            difference = measure_caches(self.model, session, device, self.vocabulary)
+        except PdrunError:
+            raise
+        except Exception:
+            if session is PlainCachedSession:
+                raise
+        dtypes = {param.dtype for param in self.model.parameters()}
+        is_narrow = bool(dtypes & {torch.float16, torch.bfloat16})
+        is_wrong = difference > (NARROW_CHECK if is_narrow else WIDE_CHECK)
+        told = torch.tensor([int(is_wrong)], device=device)
+        # only the last stage has logits
+        if not int(self.axes[self.axes.grid.names].all_reduce(told, "max")):
+            return session
+        kind = type(self.model).__name__
+        if session is PlainCachedSession or is_compiled:
+            raise UsageError(
+                f"{kind}: logits with caches differ from those of full sequences",
+                where=INFER,
+                hint="compile=True needs a model whose caches can have rows of several lengths"
+                if is_compiled
+                else "positions are those of cache.positions(length), and attention uses the mask",
+            )
+        if all(index == 0 for index in (self._rows.index, self._stages.index, self._tensor.index)):
+            text = "its caches do not keep rows of several lengths apart, so each token computes"
+            print(f"pdrun: {kind}: {text} its full sequence", file=sys.stderr, flush=True)
+        return RecomputedSession
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, without gradients; ranks of one tensor group pass the same input."""

@@ -108,6 +108,37 @@ def test_tokens_on_two_axes_are_those_of_one_process(
     assert worlds(4).run(generate_twice, kind, degrees) == [expected] * 4
 
 
+def build_odd(kind: str) -> Any:
+    """Return a model of transformers whose static cache does not keep padding apart."""
+    torch.manual_seed(0)
+    if kind == "gpt_neo":
+        sizes = {"num_layers": 2, "num_heads": 4, "window_size": 5, "intermediate_size": 48}
+        kinds = [[["global", "local"], 1]]
+        config = transformers.GPTNeoConfig(
+            vocab_size=WORDS, hidden_size=32, attention_types=kinds, **sizes
+        )
+        model = transformers.GPTNeoForCausalLM(config)
+    else:
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+        model = transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=WORDS, **sizes))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param) * 0.1)
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", ["gpt_neo", thorough("mamba")])
+def test_caches_that_mix_rows_are_not_used(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    model = build_odd(kind)
+    expected = [plain_greedy(model, ids, 9) for ids in prompts()]
+    served = infer(model)
+    assert "each token computes its full sequence" in capfd.readouterr().err
+    assert served.generate(prompts(), 9) == expected
+    assert "cache: none" in served.explain()
+    with pytest.raises(UsageError, match="logits with caches differ from those of full sequences"):
+        infer(build_odd(kind), compile=True)
+
+
 def generate_unevenly(degrees: dict[str, int]) -> Any:
     """Generate for one prompt, then for rows that end at different times."""
     served = serve("mixtral", degrees)

@@ -57,8 +57,8 @@ class Attention(nn.Module):
         if self.mistake == "own positions":
             places = torch.arange(length)[None]
         q, k = turn(q, places), turn(k, places)
-        if self.mistake == "another dim":
-            k = k.transpose(1, 2)
+        if self.mistake == "the last key":
+            k, v = k[:, :, -1:], v[:, :, -1:]
         k, v, mask = self.cache(k, v)
         if self.mistake == "twice":
             self.cache(k, v)
@@ -198,7 +198,7 @@ def test_a_model_with_caches_is_the_same_elsewhere() -> None:
         ("no mask", "logits with caches differ from those of full sequences"),
         ("a mean", "logits with caches differ from those of full sequences"),
         ("twice", "a cache is called twice in one forward"),
-        ("another dim", r"keys must be \[1, heads, 1, dim\], got \[1, 1, 2, 8\]"),
+        ("the last key", r"keys must be \[2, heads, 5, dim\], got \[2, 2, 1, 8\]"),
         ("a cache that is not called", "forward called 2 of the model's 4 caches"),
     ],
 )

@@ -29,7 +29,14 @@ from pdrun.endpoint import Endpoint, parse_endpoint
 from pdrun.errors import AuthenticationError, DeadlineExceeded, PeerLost
 from pdrun.parallel.checkpoint.storage import byte_view
 from pdrun.parallel.servers import certificate
-from pdrun.parallel.servers.frames import HEADER_BYTES, Frame, FrameError, unpack_header
+from pdrun.parallel.servers.frames import (
+    HEADER_BYTES,
+    Frame,
+    FrameError,
+    Op,
+    peek_push,
+    unpack_header,
+)
 
 NONCE_BYTES = 32
 MAC_BYTES = 32
@@ -73,12 +80,22 @@ class Channel:
         self._ahead = memoryview(bytearray(READ_AHEAD_BYTES))
         self._start = self._end = 0
         """The part of it that was received and not used yet."""
+        self._held = b""
+        """Frames that go out with the next one."""
 
-    def send_frame(self, frame: Frame, *parts: Any) -> None:
-        """Send a header and the buffers after it."""
+    def send_frame(self, frame: Frame, *parts: Any, holds: bool = False) -> None:
+        """
+        Send a header and the buffers after it.
+
+        Args:
+            holds: another frame follows at once, so a header alone is sent together with it.
+        """
         views = [memoryview(part).cast("B") for part in parts if len(part)]
         frame.length = sum(map(len, views))
-        header = frame.pack()
+        header = self._held + frame.pack()
+        self._held = header if holds and not views else b""
+        if self._held:
+            return
         if self._is_tls and frame.length < SMALL_BYTES:
             self._socket.sendall(b"".join((header, *views)))
             return
@@ -131,6 +148,22 @@ class Channel:
             for fd in fds:
                 os.close(fd)
 
+    def send_held(self) -> None:
+        """Send the frames that were held: the other side may wait for them."""
+        if self._held:
+            self._socket.sendall(self._held)
+            self._held = b""
+
+    def has_clock_ahead(self) -> bool:
+        """
+        Return whether the end of a step has arrived, after nothing but pushes in shared memory.
+        """
+        for first in range(self._start, self._end - HEADER_BYTES + 1, HEADER_BYTES):
+            op = peek_push(self._ahead[first : first + HEADER_BYTES])
+            if op != Op.PUSH:
+                return op == Op.CLOCK
+        return False
+
     def receive_header(self) -> Frame | None:
         """
         Return the next header; None at the end of the connection.
@@ -143,6 +176,7 @@ class Channel:
         if have < HEADER_BYTES:
             ahead[:have] = bytes(ahead[self._start : self._end])
             self._start, self._end = 0, have
+            self.send_held()
             while self._end < HEADER_BYTES:
                 got = self._socket.recv_into(ahead[self._end :])
                 if not got and not self._end:

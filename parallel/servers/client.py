@@ -34,7 +34,8 @@ from pdrun.parallel.servers.settings import (
     parse_mode,
 )
 from pdrun.parallel.servers.sharding import count_pieces, find_owners, piece_bounds, piece_owner
-from pdrun.parallel.servers.tables.index import DistinctIds
+from pdrun.parallel.servers.tables.gradients import check_gradient
+from pdrun.parallel.servers.tables.grouped_ids import group_ids
 
 TIMEOUT_SECONDS = 600.0
 RETURN_SECONDS = 60.0
@@ -51,8 +52,19 @@ class _Table:
 
     spec: TableSpec
     numbers: list[int]
-    distinct: DistinctIds
     cache: RowCache | None = None
+
+
+@dataclass(frozen=True)
+class StepGradient:
+    """A gradient that `ServerClient.push_step` pushes."""
+
+    table: str
+    values: torch.Tensor
+    ids: torch.Tensor | None = None
+    """Of rows: sorted, unique, on the host."""
+    part: int = 0
+    """Number of the micro-batch."""
 
 
 class ServerClient:
@@ -181,7 +193,7 @@ class ServerClient:
         if spec.size == 0 and spec.kind == "dense":
             raise UsageError("has no elements", where=f"served weight {name}")
         numbers = [link.declare_table(spec) for link in self._links]
-        self._tables[name] = table = _Table(spec, numbers, DistinctIds(spec.size))
+        self._tables[name] = table = _Table(spec, numbers)
         return table
 
     def _open_table(self, table: _Table) -> None:
@@ -196,10 +208,6 @@ class ServerClient:
         return table
 
     # ---- rows ---------------------------------------------------------------
-
-    def find_distinct(self, name: str, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the distinct ids of a tensor, sorted, and the place of each of its elements."""
-        return self._find_table(name, "rows").distinct.find(ids)
 
     def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
         """
@@ -300,20 +308,21 @@ class ServerClient:
         """
         table = self._find_table(name, "rows")
         ids = _check_ids(table.spec, ids)
-        grads = _to_host(grads)
-        if tuple(grads.shape) != (len(ids), table.spec.dim):
-            what = f"gradients have the shape {tuple(grads.shape)}, not "
-            raise UsageError(f"{what}{(len(ids), table.spec.dim)}", where=f"served table {name}")
-        ids, grads = sum_repeated(ids, grads)
+        ids, grads = sum_repeated(ids, _check_gradients(table.spec, ids, grads))
         self._questions.take_answers(self.step)
+        self._begin_push_rows(table, PushHeader(self.step, part, divisor), ids, grads)
+        self._finish_all()
+
+    def _begin_push_rows(
+        self, table: _Table, push: PushHeader, ids: torch.Tensor, grads: torch.Tensor
+    ) -> None:
+        """Push gradients of sorted, unique ids."""
         if table.cache is not None:
             table.cache.expire_rows(ids)
-        push = PushHeader(self.step, part, divisor)
         for server, mine in self._split_ids(table, ids, every=True):
             self._links[server].begin_push(
                 table.numbers[server], push, _take(grads, mine), ids=_take(ids, mine)
             )
-        self._finish_all()
 
     def _split_ids(
         self, table: _Table, ids: torch.Tensor, *, every: bool = False
@@ -356,15 +365,14 @@ class ServerClient:
     def push(self, name: str, grad: torch.Tensor, *, divisor: float = 1.0, part: int = 0) -> None:
         """Push the gradient of a dense weight; see `push_rows`."""
         table = self._find_table(name, "dense")
-        flat = _to_host(grad).view(-1)
-        if len(flat) != table.spec.size:
-            what = f"the gradient has {len(flat)} elements, the weight {table.spec.size}"
-            raise UsageError(what, where=f"served weight {name}")
-        push = PushHeader(self.step, part, divisor)
+        flat = _check_gradients(table.spec, None, grad)
         self._questions.take_answers(self.step)
+        self._begin_push(table, PushHeader(self.step, part, divisor), flat)
+        self._finish_all()
+
+    def _begin_push(self, table: _Table, push: PushHeader, flat: torch.Tensor) -> None:
         for server, (pieces, grads) in self._split_pieces(table, flat).items():
             self._links[server].begin_push_pieces(table.numbers[server], push, pieces, grads)
-        self._finish_all()
 
     def push_pull(
         self, grads: Mapping[str, torch.Tensor], *, divisor: float = 1.0
@@ -414,6 +422,38 @@ class ServerClient:
         passed = self._order_all(Op.CLOCK, step=self.step)
         self.step += 1
         return max(passed)
+
+    def push_step(self, gradients: Sequence[StepGradient], *, divisor: float = 1.0) -> int:
+        """
+        Push all gradients of a step and end it, without a wait between: what is in shared memory
+        and the end are one message per server.
+
+        Returns:
+            what `clock` does.
+
+        Raises:
+            UsageError: a gradient is nan or infinite; nothing is pushed, the step goes on.
+            DeadlineExceeded: see `clock`.
+        """
+        found = []
+        for given in gradients:
+            table = self._find_table(given.table, "dense" if given.ids is None else "rows")
+            values = _check_gradients(table.spec, given.ids, given.values)
+            if len(gradients) * len(self._links) > 1:
+                check_gradient(table.spec.name, values, divisor)  # before any server has one
+            found.append((table, PushHeader(self.step, given.part, divisor, is_held=True), values))
+        self._questions.take_answers(self.step)
+        self._finish_all()
+        for (table, push, values), given in zip(found, gradients, strict=True):
+            if given.ids is None:
+                self._begin_push(table, push, values)
+            else:
+                self._begin_push_rows(table, push, given.ids, values)
+        for link in self._links:
+            link.begin_order(Op.CLOCK, step=self.step)
+        answers = [link.finish_last() for link in self._links]
+        self.step += 1
+        return max(passed for passed in answers if isinstance(passed, int))
 
     def save(self, folder: str | Path, *, later: str | Path | None = None) -> None:
         """
@@ -502,9 +542,29 @@ def sum_repeated(ids: torch.Tensor, grads: torch.Tensor) -> tuple[torch.Tensor, 
     """Return sorted, unique ids with the sums of their gradients."""
     if len(ids) < 2 or bool((ids[1:] > ids[:-1]).all()):
         return ids, grads
-    unique, inverse = torch.unique(ids, return_inverse=True)
-    total = torch.zeros(len(unique), grads.shape[1])
-    return unique, total.index_add_(0, inverse, grads)
+    groups = group_ids(ids)
+    return groups.distinct, groups.sum_rows(grads)
+
+
+def _check_gradients(
+    spec: TableSpec, ids: torch.Tensor | None, grads: torch.Tensor
+) -> torch.Tensor:
+    """
+    Return gradients on the host, flat for a dense weight.
+
+    Raises:
+        UsageError: they have another shape than the ids and the table.
+    """
+    grads = _to_host(grads)
+    if ids is None:
+        if grads.numel() != spec.size:
+            what = f"the gradient has {grads.numel()} elements, the weight {spec.size}"
+            raise UsageError(what, where=f"served weight {spec.name}")
+        return grads.view(-1)
+    if tuple(grads.shape) != (len(ids), spec.dim):
+        what = f"gradients have the shape {tuple(grads.shape)}, not {(len(ids), spec.dim)}"
+        raise UsageError(what, where=f"served table {spec.name}")
+    return grads
 
 
 def _take(tensor: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from pdrun.errors import UsageError
 from pdrun.parallel.servers.client import DEFAULT_SCALE, ServerClient
+from pdrun.parallel.servers.tables.grouped_ids import GroupedIds, group_ids
 
 
 class ServedEmbedding(nn.Module):
@@ -101,23 +102,19 @@ class _LookUpRows(torch.autograd.Function):
     """
     `functional.embedding` with a quicker backward: a fifth of the CPU time, with the same bits.
 
-    Arguments: rows, their places in the result, and the place without a gradient (-1: none).
+    Arguments: rows, the groups of the ids, and the place without a gradient (-1: none).
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor, padding: int) -> torch.Tensor:
-        ctx.save_for_backward(places)
-        ctx.shape = rows.shape
+    def forward(ctx: Any, rows: torch.Tensor, groups: GroupedIds, padding: int) -> torch.Tensor:
+        ctx.groups = groups
         ctx.padding = padding
-        return functional.embedding(places, rows)
+        return functional.embedding(groups.places, rows)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        flat = grad.reshape(-1, ctx.shape[1])
-        total = grad.new_zeros(ctx.shape)
-        total.scatter_add_(0, places.reshape(-1, 1).expand_as(flat), flat)
+        total = ctx.groups.sum_rows(grad.reshape(-1, grad.shape[-1]))
         if ctx.padding >= 0:
             total[ctx.padding] = 0.0
         return total, None, None
@@ -150,21 +147,21 @@ class LookupFunction:
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of ids."""
-        unique, inverse = self._client.find_distinct(self._table, ids)
-        host_ids = unique.to("cpu", torch.int64)
+        groups = group_ids(ids)
+        host_ids = groups.distinct.to("cpu", torch.int64)
         try:
             rows = self._client.rows(self._table, host_ids).to(self._device)
         except UsageError as error:
             raise self._name_row(error, ids, host_ids) from None
         if not torch.is_grad_enabled():
-            return functional.embedding(inverse, rows)
+            return functional.embedding(groups.places, rows)
         rows.requires_grad_()
         self._record(self._table, ids, host_ids, rows)
         place = -1
         if self._padding is not None:
             found = (host_ids == self._padding).nonzero()
             place = int(found[0, 0]) if len(found) else -1
-        result: torch.Tensor = _LookUpRows.apply(rows, inverse, place)
+        result: torch.Tensor = _LookUpRows.apply(rows, groups, place)
         return result
 
     def _name_row(self, error: UsageError, ids: torch.Tensor, distinct: torch.Tensor) -> UsageError:

@@ -155,6 +155,18 @@ def unpack_header(data: bytes | bytearray | memoryview) -> Frame:
     return Frame(op, table, part, flags, *rest)
 
 
+def peek_push(data: bytes | bytearray | memoryview) -> Op | None:
+    """
+    Return PUSH for a push in shared memory, CLOCK for the end of a step, None for anything else.
+
+    The header may be wrong in other ways.
+    """
+    op, flags = data[5], data[10]
+    if op in (Op.PUSH, Op.PUSH_ROWS) and flags == SHARED_VALUES:
+        return Op.PUSH
+    return Op.CLOCK if op == Op.CLOCK else None
+
+
 def encode_json(value: Any) -> bytes:
     """Return JSON for a frame."""
     return json.dumps(value, separators=(",", ":")).encode()

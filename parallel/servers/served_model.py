@@ -21,7 +21,12 @@ import torch
 from torch import nn
 
 from pdrun.errors import UsageError, did_you_mean
-from pdrun.parallel.servers.client import ServerClient, connect
+from pdrun.parallel.servers.client import (
+    ServerClient,
+    StepGradient,
+    connect,
+    sum_repeated,
+)
 from pdrun.parallel.servers.embedding import LookupFunction, RowLookup, ServedEmbedding
 from pdrun.parallel.servers.rows_ahead import BatchSource, RowsAhead
 from pdrun.parallel.servers.settings import SERVED_FOLDER, Mode, ServedWeights, Servers
@@ -278,20 +283,20 @@ class ServedModel:
         Raises:
             UsageError: a gradient is nan or infinite.
         """
-        client = self.client
+        gradients = []
         for table in dict.fromkeys(table for _, table, _ in self._embeddings):
             lookups = [lookup for lookup in self._lookups if lookup.table == table]
             for part in sorted({lookup.part for lookup in lookups}):
                 ids, grads = _join_lookups([one for one in lookups if one.part == part])
                 if grads is not None:
-                    client.push_rows(table, ids, grads, divisor=divisor, part=part)
+                    gradients.append(StepGradient(table, grads, ids, part))
         for dense in self._dense:
             for part, grad in sorted(dense.parts.items()):
-                client.push(dense.name, grad, divisor=divisor, part=part)
+                gradients.append(StepGradient(dense.name, grad, part=part))
         self.begin_step()
         if self._ahead is not None:
             self._ahead.end_step()
-        passed = client.clock()
+        passed = self.client.push_step(gradients, divisor=divisor)
         self.pull_weights()
         return 0 if self.mode.name == "sync" else passed
 
@@ -353,14 +358,14 @@ _KINDS = {"rows": "embedding", "dense": "weight"}
 
 
 def _join_lookups(lookups: Sequence[RowLookup]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return ids and gradients of the lookups of a micro-batch; None without a gradient."""
+    """Return sorted, unique ids, and the gradients of a micro-batch; None without one."""
     used = [lookup for lookup in lookups if lookup.rows.grad is not None]
     if not used:
         return torch.empty(0, dtype=torch.int64), None
     if len(used) == 1:
         return used[0].ids, used[0].rows.grad
     ids = torch.cat([lookup.ids for lookup in used])
-    return ids, torch.cat([lookup.rows.grad.to("cpu") for lookup in used])
+    return sum_repeated(ids, torch.cat([lookup.rows.grad.to("cpu") for lookup in used]))
 
 
 def _check_embedding(name: str, module: nn.Module, names: dict[int, list[str]]) -> None:

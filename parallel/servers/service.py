@@ -253,6 +253,8 @@ class _Session:
         self._mailbox: SharedMemory | None = None
         self._slots = torch.empty(0, 0)
         """Of the mailbox."""
+        self._refused = 0
+        """Number of the last request that was refused."""
         self.is_active = False
         """Whether it has sent a frame that was understood."""
 
@@ -284,6 +286,7 @@ class _Session:
 
     def refuse(self, request: int, error: Exception) -> None:
         """Answer with an error."""
+        self._refused = request
         data = {"kind": type(error).__name__, "what": str(error), "where": "", "hint": ""}
         if isinstance(error, PdrunError):
             data |= {"what": error.what, "where": error.where, "hint": error.hint}
@@ -338,6 +341,8 @@ class _Session:
             case Op.PUSH_ROWS if frame.flags == SHARED_VALUES:
                 ids, grads = self._find_posted_rows(store, frame)
                 store.push_rows(frame.table, ids, grads, **push)
+                self._channel.send_frame(reply, holds=self._channel.has_clock_ahead())
+                return
             case Op.PUSH_ROWS:
                 grads = _shape_rows(store, frame, values)
                 store.push_rows(frame.table, ids, grads, **push)
@@ -348,12 +353,12 @@ class _Session:
                     return
             case Op.PUSH if frame.flags == SHARED_VALUES:
                 store.push_pieces(frame.table, self._find_posted(store, frame), **push)
+                self._channel.send_frame(reply, holds=self._channel.has_clock_ahead())
+                return
             case Op.PUSH:
                 store.push_piece(frame.table, frame.place, values, **push)
             case Op.CLOCK:
-                reply.place = store.end_step(
-                    frame.step, worker=self._worker, client=self._client, request=frame.request
-                )
+                reply.place = self._end_step(store, frame)
             case Op.ASSIGN_ROWS:
                 store.assign_rows(frame.table, ids, _shape_rows(store, frame, values))
             case Op.ASSIGN:
@@ -363,6 +368,31 @@ class _Session:
             case _:
                 raise FrameError(f"operation {frame.op} is no request")
         self._channel.send_frame(reply)
+
+    def _end_step(self, store: TableStore, frame: Frame) -> int:
+        """
+        End a step, unless a push since request number ``frame.place`` was refused.
+
+        Raises:
+            UsageError, DeadlineExceeded: the step has not ended.
+        """
+        try:
+            if 0 < frame.place <= self._refused:
+                raise UsageError(f"step {frame.step} does not end: a push of it was refused")
+            return store.end_step(
+                frame.step, worker=self._worker, client=self._client, request=frame.request
+            )
+        except BaseException:
+            # the worker may use the mailbox again
+            store.copy_gradients(self._worker)
+            raise
+
+    def _keeps_posted(self, store: TableStore) -> bool:
+        """
+        Return whether a step must copy what is in the mailbox. It need not if the end of the step
+        has come with it: the worker gets the slot back with the reply to that.
+        """
+        return store.mode.name == "sync" and not self._channel.has_clock_ahead()
 
     def _share_memory(self, store: TableStore, number: int, reply: Frame) -> None:
         """Send the descriptor of the mailbox, or of a table's memory."""
@@ -407,16 +437,17 @@ class _Session:
             raise FrameError(f"{frame.count} ids of {dim} elements do not fit a slot")
         ids = slot[:first].view(torch.int64).clone()
         grads = slot[first:last].view(frame.count, dim)
-        return ids, grads.clone() if store.mode.name == "sync" else grads
+        return ids, grads.clone() if self._keeps_posted(store) else grads
 
     def _find_posted(self, store: TableStore, frame: Frame) -> dict[int, torch.Tensor]:
         """Return the gradients of pieces in a slot; copies if the step keeps them."""
         slot = self._find_slot(frame)
         found = {}
         first = 0
+        keeps = self._keeps_posted(store)
         for piece, size in store.list_pieces(frame.table, frame.place, frame.count):
             values = slot[first : first + size]
-            found[piece] = values.clone() if store.mode.name == "sync" else values
+            found[piece] = values.clone() if keeps else values
             first += size
         return found
 

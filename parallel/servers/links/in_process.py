@@ -56,7 +56,8 @@ class TablesInProcess:
         self._request += 1
         # the caller's tensor stays as it is
         values = values.clone()
-        more: dict[str, Any] = {**vars(push), "request": self._request}
+        more: dict[str, Any] = {"request": self._request, "step": push.step}
+        more |= {"part": push.part, "divisor": push.divisor}
         if ids is None:
             self.store.push_piece(table, piece, values, **more)
         else:
@@ -108,6 +109,12 @@ class TablesInProcess:
     def finish_all(self) -> None:
         """See `ServerLink.finish_all`."""
         self._results.clear()
+
+    def finish_last(self) -> Reply:
+        """See `ServerLink.finish_last`."""
+        result = self._results[-1]
+        self._results.clear()
+        return result
 
     def close(self) -> None:
         """See `ServerLink.close`."""

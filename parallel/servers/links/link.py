@@ -26,6 +26,8 @@ class PushHeader:
     step: int = 0
     part: int = 0
     divisor: float = 1.0
+    is_held: bool = False
+    """The end of the step follows at once: they may be one message."""
 
 
 class ServerLink(Protocol):
@@ -95,6 +97,10 @@ class ServerLink(Protocol):
 
     def finish_all(self) -> None:
         """Wait for all replies."""
+        ...
+
+    def finish_last(self) -> Reply:
+        """Wait for all replies, and return the last one."""
         ...
 
     def close(self) -> None:

@@ -143,7 +143,7 @@ class RemoteLink:
             mailbox = self._find_mailbox()
             if mailbox is not None:
                 frame.flags, frame.slot = SHARED_VALUES, mailbox.put_rows(ids, values)
-        self._begin_values(frame, Op.PUSH_ROWS, values, ids)
+        self._begin_values(frame, Op.PUSH_ROWS, values, ids, holds=push.is_held)
 
     def begin_push_pieces(
         self,
@@ -166,7 +166,7 @@ class RemoteLink:
             frame.slot = mailbox.put_values(values)
             # a number for each piece: without the mailbox they are requests of their own
             self._request += len(some) - 1
-            self._begin(frame, tensors=values, pieces=some)
+            self._begin(frame, tensors=values, pieces=some, holds=push.is_held)
 
     def _find_mailbox(self) -> Mailbox | None:
         """Return the mailbox when it has a free slot; None without one."""
@@ -182,14 +182,21 @@ class RemoteLink:
         self._begin_values(Frame(Op.ASSIGN, table, place=piece), Op.ASSIGN_ROWS, values, ids)
 
     def _begin_values(
-        self, frame: Frame, op_with_ids: Op, values: torch.Tensor, ids: torch.Tensor | None
+        self,
+        frame: Frame,
+        op_with_ids: Op,
+        values: torch.Tensor,
+        ids: torch.Tensor | None,
+        *,
+        holds: bool = False,
     ) -> None:
         if ids is None:
-            self._begin(frame, byte_view(values), keep=values)
+            self._begin(frame, byte_view(values), keep=values, holds=holds)
         else:
             frame.op = op_with_ids
             frame.count = len(ids)
-            self._begin(frame, byte_view(ids), byte_view(values), keep=(ids, values))
+            parts = byte_view(ids), byte_view(values)
+            self._begin(frame, *parts, keep=(ids, values), holds=holds)
 
     def begin_order(
         self, op: Op, *, table: int = 0, step: int = 0, folder: str = "", later: str = ""
@@ -199,7 +206,12 @@ class RemoteLink:
             data = encode_json({"folder": folder, "later": later, "step": step})
             self._begin(Frame(op, flags=JSON_VALUES), data)
         else:
-            self._begin(Frame(op, table, step=step))
+            frame = Frame(op, table, step=step)
+            if op == Op.CLOCK and self._open:
+                # the step does not end if one of these is refused
+                first = self._open[0]
+                frame.place = first.frame.request + 1 - max(1, len(first.pieces))
+            self._begin(frame)
 
     def _begin(
         self,
@@ -209,6 +221,7 @@ class RemoteLink:
         pieces: Sequence[int] = (),
         dim: int = 0,
         keep: Any = (),
+        holds: bool = False,
     ) -> None:
         self._make_room()
         self._request += 1
@@ -216,7 +229,8 @@ class RemoteLink:
         frame.generation = self._identity.generation
         self._open.append(OpenRequest(frame, parts, tensors, pieces, dim, keep))
         try:
-            self._channel.send_frame(frame, *(parts if frame.flags != SHARED_VALUES else ()))
+            sent = parts if frame.flags != SHARED_VALUES else ()
+            self._channel.send_frame(frame, *sent, holds=holds)
         except OSError as error:
             self._recover(error)
 
@@ -239,19 +253,37 @@ class RemoteLink:
         while self._open:
             self._receive_reply()
 
+    def finish_last(self) -> Reply:
+        """See `ServerLink.finish_last`; raises the first refusal when no reply is missing."""
+        answers: list[Reply | PdrunError] = list(self._results)
+        self._results.clear()
+        while self._open:
+            answers.append(self._receive_answer())
+        for answer in answers:
+            if isinstance(answer, PdrunError):
+                raise answer
+        return _raise_refusal(answers[-1])
+
     def _finish_number(self) -> int:
         result = self.finish()
         assert isinstance(result, int)
         return result
 
     def _receive_reply(self) -> Reply:
+        return _raise_refusal(self._receive_answer())
+
+    def _receive_answer(self) -> Reply | PdrunError:
         while True:
             try:
-                return self._read_reply(self._open[0])
+                return self._read_answer(self._open[0])
             except (OSError, FrameError) as error:
                 self._recover(error)
 
     def _read_reply(self, request: OpenRequest) -> Reply:
+        return _raise_refusal(self._read_answer(request))
+
+    def _read_answer(self, request: OpenRequest) -> Reply | PdrunError:
+        """Return the next reply, or the reason of a refusal."""
         channel = self._channel
         frame = channel.receive_header()
         if frame is None:
@@ -260,7 +292,7 @@ class RemoteLink:
             data = bytearray(frame.length)
             channel.receive_into(data)
             self._close_request()
-            raise _make_error(decode_json(data), self._server)
+            return _make_error(decode_json(data), self._server)
         if frame.op != request.frame.op or frame.request != request.frame.request:
             raise FrameError("the server has answered another request")
         result: Reply = frame.place
@@ -408,6 +440,12 @@ class RemoteLink:
         except (OSError, FrameError, PdrunError):
             pass  # it has ended first
         self._channel.close()
+
+
+def _raise_refusal(answer: Reply | PdrunError) -> Reply:
+    if isinstance(answer, PdrunError):
+        raise answer
+    return answer
 
 
 def _make_error(data: dict[str, Any], server: int) -> PdrunError:

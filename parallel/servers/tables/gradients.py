@@ -56,10 +56,17 @@ def sum_rows(
     if len(lists) == 1:
         return lists[0], contributions[0].values
     ids, places = distinct.merge(lists)
-    total = torch.zeros(len(ids), contributions[0].values.shape[1])
+    first = contributions[0].values
+    total = torch.empty(len(ids), first.shape[1])
+    if places[0] is None:
+        torch.add(first, 0.0, out=total[: len(first)])
+        total[len(first) :].zero_()
+    else:
+        total.zero_()
     for given, place in zip(contributions, places, strict=True):
-        # quicker than index_add_
-        total.scatter_add_(0, place.unsqueeze(1).expand_as(given.values), given.values)
+        if place is not None:
+            # quicker than index_add_
+            total.scatter_add_(0, place.unsqueeze(1).expand_as(given.values), given.values)
     return ids, total
 
 

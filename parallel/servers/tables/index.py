@@ -2,8 +2,8 @@
 From ids to the slots of a table's rows, and to the places of distinct ids in a list.
 
 A table with few ids has an array of slots. Any other one has two sorted lists: a long one, and a
-short one of the newest ids, which is merged into it now and then. So it is with distinct ids: an
-array for few, and a sort for any.
+short one of the newest ids, which is merged into it now and then. So it is with merged lists: an
+array for few ids, and a sort for any.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import torch
 DIRECT_IDS = 1 << 24
 """Largest number of ids with an array: 64 MiB."""
 RECENT_IDS = 1 << 16
-MARKS_PER_ID = 128
-"""An array of marks is quicker than a sort if it has at most so many for each id of a list."""
 
 
 class SlotArray:
@@ -81,51 +79,33 @@ class SlotLists:
 
 class DistinctIds:
     """
-    Finds the distinct ids of lists.
+    Finds the distinct ids of several lists.
 
     Args:
-        size: number of ids, from 0; 0: any 64-bit id. Arrays are made when they are used first.
+        size: number of ids, from 0; 0: any 64-bit id. The array is made when it is used first.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size if size <= DIRECT_IDS else 0
-        self._marks = torch.empty(0, dtype=torch.bool)
         self._places = torch.empty(0, dtype=torch.int32)
         """By id; always a number that is not negative."""
 
-    def find(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the distinct ids of a tensor, sorted, and the place of each of its elements."""
-        is_plain = ids.dtype == torch.int64 and ids.device.type == "cpu"
-        if not (is_plain and 0 < self._size <= MARKS_PER_ID * ids.numel()):
-            return _sort_ids(ids)
-        low, high = ids.aminmax()
-        if int(low) < 0 or int(high) >= self._size:  # the server says which
-            return _sort_ids(ids)
-        if not len(self._marks):
-            self._marks = torch.zeros(-(-self._size // 8) * 8, dtype=torch.bool)
-        flat = ids.reshape(-1)
-        self._marks.index_fill_(0, flat, True)
-        words = self._marks.view(torch.int64)  # eight marks each
-        used = words.nonzero().squeeze(1)
-        marked = self._marks.view(-1, 8).index_select(0, used).view(-1).nonzero().squeeze(1)
-        words.index_fill_(0, used, 0)
-        distinct = used.index_select(0, marked >> 3).mul_(8).add_(marked & 7)
-        self._set_places(distinct, 0)
-        return distinct, self._places.index_select(0, flat).long().view(ids.shape)
-
-    def merge(self, lists: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def merge(
+        self, lists: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """
-        Return the ids of all lists, in any order, and the places of each list's ids.
+        Return the ids of all lists, in any order, and the places of each list's ids; None: they
+        come first, as they are.
 
         Args:
-            lists: each has distinct ids in the table's range. Those of the first one come first.
+            lists: each has distinct ids in the table's range.
         """
         if not self._size:
             ids, places = torch.unique(torch.cat(list(lists)), return_inverse=True)
             return ids, list(places.split([len(one) for one in lists]))
         ids = lists[0]
         self._set_places(ids, 0)
-        found = [torch.arange(len(ids))]
+        found: list[torch.Tensor | None] = [None]
         for more in lists[1:]:
             if not len(ids):
                 new = more
@@ -149,8 +129,3 @@ def _merge_lists(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     ids, order = torch.cat([one[0], other[0]]).sort()
     return ids, torch.cat([one[1], other[1]]).index_select(0, order)
-
-
-def _sort_ids(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    distinct, places = torch.unique(ids, return_inverse=True)
-    return distinct, places

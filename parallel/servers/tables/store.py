@@ -437,6 +437,14 @@ class TableStore:
                 )
             return passed
 
+    def copy_gradients(self, worker: int) -> None:
+        """Copy a worker's gradients that wait for the end of a step: their memory may change."""
+        with self._changed:
+            for tables in self._waiting.values():
+                for given in [one for each in tables.values() for one in each]:
+                    if given.worker == worker:
+                        given.values = given.values.clone()
+
     def _use_step(self, step: int) -> None:
         """Add the gradients of a step in one order, divide and use them (sync)."""
         tables = self._waiting.pop(step, {})

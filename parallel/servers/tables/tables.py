@@ -89,6 +89,8 @@ class RowTable:
         self._states = [torch.empty(0, spec.dim) for _ in range(count_states(spec.optimizer))]
         self._changed_at = torch.empty(0, dtype=torch.int64)
         """Version at which each row was changed last."""
+        self._notes_changes = self._limit > 0
+        """Whether that is known: only an eviction and the caches of workers need it."""
         self.step = 0
         """Updates so far."""
         self.version = 0
@@ -126,6 +128,8 @@ class RowTable:
         self, ids: torch.Tensor, since: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the places of ids whose rows have changed since these versions, and the rows."""
+        if not self._notes_changes:
+            self._notes_changes, self._oldest = True, self.version
         slots = self._index.find_slots(ids).long()
         # after an eviction a row has its first value again
         changed = torch.full((len(ids),), bool(self._limit))
@@ -176,7 +180,8 @@ class RowTable:
             self._values.index_copy_(0, places, weight)
             for state, new in zip(self._states, states, strict=True):
                 state.index_copy_(0, places, new)
-        self._changed_at.index_fill_(0, slots, self.version)
+        if self._notes_changes:
+            self._changed_at.index_fill_(0, slots, self.version)
         if self._limit and self.count > self._limit:
             self._evict_rows()
 
@@ -186,10 +191,10 @@ class RowTable:
         """Store rows with these values, and states if given."""
         self.version += 1
         missing = ids[self._index.find_slots(ids) < 0]
-        if len(missing):
-            self._append_rows(missing)
-        slots = self._index.find_slots(ids).long()
         with self.change_values():
+            if len(missing):
+                self._append_rows(missing, has_values=True)
+            slots = self._index.find_slots(ids).long()
             self._values.index_copy_(0, slots, values)
         self._changed_at.index_fill_(0, slots, self.version)
         for state, new in zip(self._states, states, strict=False):
@@ -243,8 +248,13 @@ class RowTable:
         self._seen[places] += 1
         return ids[self._seen[places] >= self.spec.admit]
 
-    def _append_rows(self, ids: torch.Tensor) -> None:
-        """Store new rows with their first values; state that was never used is at its start."""
+    def _append_rows(self, ids: torch.Tensor, *, has_values: bool = False) -> None:
+        """
+        Store new rows with their first values; state that was never used is at its start.
+
+        Args:
+            has_values: the caller writes other values now.
+        """
         first = self.count
         if self.shared is not None:
             self.shared.reserve_rows(first + len(ids))
@@ -256,7 +266,8 @@ class RowTable:
             for index, state in enumerate(self._states)
         ]
         self._ids[first : self.count] = ids
-        self._values[first : self.count] = first_rows(self.spec, ids)
+        if not has_values:
+            self._values[first : self.count] = first_rows(self.spec, ids)
         for index, state in enumerate(self._states):
             state[first : self.count] = first_state(self.spec.optimizer, index)
         self._changed_at = _grow(self._changed_at, self.count, 0)

@@ -19,6 +19,7 @@ from tests.mutants.tables import (
     protocol,
     ranktables,
     scheduler,
+    servers,
     supervisor,
     training,
     transport,
@@ -45,6 +46,7 @@ TABLES: dict[str, tuple[Mutant, ...]] = {
     "zero": zero.MUTANTS,
     "checkpoint": checkpoint.MUTANTS,
     "training": training.MUTANTS,
+    "servers": servers.MUTANTS,
 }
 """Room -> its mutants."""
 

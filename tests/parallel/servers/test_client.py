@@ -300,8 +300,8 @@ def test_a_lost_connection_neither_loses_nor_doubles_a_push(tmp_path):
             else:
                 send = link._channel.send_frame
 
-                def cut_after(frame, *parts, send=send, link=link):
-                    send(frame, *parts)
+                def cut_after(frame, *parts, send=send, link=link, **options):
+                    send(frame, *parts, **options)
                     link._channel.shut_down()  # its reply is lost
 
                 link._channel.send_frame = cut_after

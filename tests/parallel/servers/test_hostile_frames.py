@@ -60,7 +60,7 @@ def make_frame(rng: random.Random) -> bytes:
     )
     body = rng.randbytes(min(frame.length, 400))
     if frame.flags == 1 and rng.random() < 0.7:
-        values = [{}, [], {"worker": 0, "client": "x", "mode": "async", "seconds": 5}, {"name": 3}]
+        values = [{}, [], {"worker": 1, "client": "x", "mode": "async", "seconds": 5}, {"name": 3}]
         body = encode_json(rng.choice(values))
         frame.length = len(body)
     data = bytearray(frame.pack() + body)

@@ -63,7 +63,7 @@ def lose_at(monkeypatch, running: ServerThreads, op: Op, moment: str, returns: b
             return
         lost.append(True)
         if moment == "after":
-            monkeypatch.setattr(self._channel, "send_frame", lambda *_: None)
+            monkeypatch.setattr(self._channel, "send_frame", lambda *_, **__: None)
             answer(self, frame)
         running.services[0]._is_closed = True  # it accepts no other connection
         thread = threading.Thread(target=replace_server)
@@ -138,8 +138,8 @@ def test_a_lost_worker_holds_others_no_longer_than_the_limit(
         channel = worker._links[0]._channel  # type: ignore[attr-defined]
         send = channel.send_frame
 
-        def send_and_end(frame: Frame, *parts: object) -> None:
-            send(frame, *parts)
+        def send_and_end(frame: Frame, *parts: object, **options: bool) -> None:
+            send(frame, *parts, **options)
             if frame.op == op:
                 channel.shut_down()
 

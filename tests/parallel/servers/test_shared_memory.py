@@ -32,9 +32,9 @@ def sent(monkeypatch):
     found = []
     send = __import__("pdrun.parallel.servers.channel", fromlist=["Channel"]).Channel.send_frame
 
-    def note(self, frame, *parts):
+    def note(self, frame, *parts, **options):
         found.append((frame.op, sum(map(len, parts))))
-        send(self, frame, *parts)
+        send(self, frame, *parts, **options)
 
     monkeypatch.setattr("pdrun.parallel.servers.channel.Channel.send_frame", note)
     return found
@@ -200,8 +200,8 @@ def test_a_lost_connection_repeats_what_was_in_the_mailbox(tmp_path, mode):
             else:
                 send = link._channel.send_frame
 
-                def cut_after(frame, *parts, send=send, channel=link._channel):
-                    send(frame, *parts)
+                def cut_after(frame, *parts, send=send, channel=link._channel, **options):
+                    send(frame, *parts, **options)
                     channel.shut_down()  # its reply is lost
 
                 link._channel.send_frame = cut_after

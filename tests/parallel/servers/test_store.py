@@ -13,6 +13,7 @@ from pdrun.errors import DeadlineExceeded, UsageError
 from pdrun.parallel.servers.settings import TableSpec, parse_mode
 from pdrun.parallel.servers.sharding import PIECE_ELEMENTS, SHARDS, find_owners, shard_owners
 from pdrun.parallel.servers.tables.clocks import StepClocks
+from pdrun.parallel.servers.tables.grouped_ids import group_ids
 from pdrun.parallel.servers.tables.index import DIRECT_IDS, DistinctIds, SlotArray, SlotLists
 from pdrun.parallel.servers.tables.optimizers import OptimizerSettings
 from pdrun.parallel.servers.tables.store import TableStore
@@ -218,27 +219,38 @@ def test_pieces_of_one_request_are_used_once_each(used):
     size=st.sampled_from([0, 1, 7, 8, 9, 1000, DIRECT_IDS + 1]),
     lists=st.lists(st.lists(st.integers(0, 999), max_size=30), min_size=1, max_size=4),
 )
-def test_distinct_ids_are_those_of_a_sort(size, lists):
+def test_merged_lists_have_the_ids_of_all(size, lists):
     """Whether an array or a sort finds them, again and again."""
     distinct = DistinctIds(size)
     tensors = [torch.tensor(ids, dtype=torch.int64) % (size or 1000) for ids in lists]
-    for ids in tensors:
-        found, places = distinct.find(ids.view(-1, 1))
-        assert torch.equal(found, ids.unique())
-        assert torch.equal(found[places], ids.view(-1, 1))
     shuffled = [ids.unique().flip(0) for ids in tensors]
     merged, merged_places = distinct.merge(shuffled)
     assert torch.equal(merged.sort().values, torch.cat(shuffled).unique())
     for ids, at in zip(shuffled, merged_places, strict=True):
-        assert torch.equal(merged[at], ids)
+        assert torch.equal(merged[: len(ids)] if at is None else merged[at], ids)
 
 
-def test_ids_beyond_an_array_are_left_to_the_server():
-    distinct = DistinctIds(100)
-    for ids in (torch.tensor([3, -1, 3]), torch.tensor([3, 100, 3])):
-        found, places = distinct.find(ids)
-        assert torch.equal(found[places], ids)
-    assert torch.equal(distinct.find(torch.tensor([5, 5]))[0], torch.tensor([5]))
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    ids=st.lists(
+        st.sampled_from([-(2**63), -(2**31) - 1, -(2**31), -1, 0, 5, 2**31 - 1, 2**31, 2**63 - 1])
+        | st.integers(0, 99),
+        max_size=60,
+    ),
+    times=st.sampled_from([1, 150, 600]),
+)
+def test_grouped_ids_are_those_of_a_sort_and_sums_have_its_order(ids, times):
+    """For lists that are sorted as they are, filled up, or long enough."""
+    tensor = torch.tensor(ids * times, dtype=torch.int64).view(-1, 1)
+    groups = group_ids(tensor)
+    assert torch.equal(groups.distinct, tensor.unique())
+    assert torch.equal(groups.distinct[groups.places], tensor)
+    rows = torch.randn(len(tensor), 3)
+    expected = torch.zeros(len(groups.distinct), 3)
+    for row, place in zip(rows.tolist()[:500], groups.places.view(-1).tolist()[:500], strict=True):
+        expected[place] += torch.tensor(row)
+    rows[500:] = 0.0
+    assert torch.equal(groups.sum_rows(rows), expected)
 
 
 @pytest.mark.parametrize("ids", [torch.arange(20_000), torch.arange(20_000) * 2**33 - 2**40])
@@ -275,3 +287,30 @@ def test_pieces_of_one_request_count_once_beside_their_repetition(mode, repeated
     assert store.updates == 4
     for piece in range(3):
         assert torch.equal(store.read_piece(number, piece), -ones)
+
+
+@pytest.mark.parametrize("size", [0, 50])
+def test_a_step_adds_rows_in_the_order_of_the_workers(size):
+    """For tables with an array of slots, and for any ids; the lists overlap."""
+    made = torch.Generator().manual_seed(5)
+    store = TableStore(parse_mode("sync"), workers=3)
+    number = store.declare_table(TableSpec("t", "rows", OptimizerSettings(lr=1.0), size, 3))
+    total = torch.zeros(50, 3)
+    for worker in range(3):
+        store.join_worker(worker, f"c{worker}")
+        ids = torch.randperm(50, generator=made)[:20].sort().values
+        grads = torch.randn(20, 3, generator=made)
+        total.index_add_(0, ids, grads)
+        who = {"worker": worker, "client": f"c{worker}"}
+        store.push_rows(number, ids, grads, **who, request=1)
+    threads = [
+        threading.Thread(
+            target=store.end_step, args=(0,), kwargs={"worker": n, "client": f"c{n}", "request": 2}
+        )
+        for n in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert torch.equal(store.read_rows(number, torch.arange(50)), -total)

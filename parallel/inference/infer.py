@@ -27,6 +27,7 @@ from pdrun.parallel.inference.sources import WEIGHTS_HINT, open_source
 from pdrun.parallel.inference.stages import take_stage
 from pdrun.parallel.model.copies import on_meta
 from pdrun.parallel.model.meta_init import move_model
+from pdrun.parallel.model.shards import shard_of
 from pdrun.parallel.prepare import claim_model, store_of
 from pdrun.parallel.startup.init import Context
 from pdrun.parallel.startup.init import init as init_process
@@ -212,7 +213,14 @@ def _broadcast(model: nn.Module, axes: MeshGroups) -> None:
 def _cut(model: nn.Module, strategy: Strategy | None, devices: Mesh, axes: MeshGroups) -> nn.Module:
     if strategy is None:
         strategy = _choose_strategy(model, devices)
-    return model if strategy is None else strategy.apply(model, axes)
+    model = model if strategy is None else strategy.apply(model, axes)
+    shards = [shard_of(param) for param in model.parameters()]
+    used = {axis for shard in shards for axis in (*shard.layout.axes, *shard.own_axes)}
+    for axis in (*devices.tensor_axes, EXPERT_AXIS):
+        if axis in devices.grid.names and devices.degree(axis) > 1 and axis not in used:
+            what = f"{devices}: the strategy cuts no weight over {axis}, which would have no effect"
+            raise UsageError(what, where=INFER, hint="give modules a style over it, or use dp")
+    return model
 
 
 def _choose_strategy(model: nn.Module, devices: Mesh) -> Strategy | None:

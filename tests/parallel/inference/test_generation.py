@@ -407,6 +407,18 @@ def test_meshes_that_a_model_cannot_have_are_refused(
         assert (error, message in text) == ("UsageError", True), text
 
 
+def serve_uncut(degrees: dict[str, int]) -> None:
+    idle = pdrun.Strategy({"head": pdrun.replicate()})
+    infer(build(torch.float32, words=WORDS), mesh=mesh.make_mesh(**degrees), strategy=idle)
+
+
+@pytest.mark.parametrize("axis", ["tp", "ep"])
+def test_an_axis_that_cuts_nothing_is_refused(axis: str, worlds: Worlds) -> None:
+    for error, text in worlds(2).failures(serve_uncut, {axis: 2}):
+        assert error == "UsageError"
+        assert f"the strategy cuts no weight over {axis}, which would have no effect" in text
+
+
 @pytest.mark.parametrize(
     ("ids", "inputs", "message"),
     [

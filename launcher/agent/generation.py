@@ -186,7 +186,7 @@ class GenerationRunner:
 
     def _report_exit(self, rank: int, cause: Cause) -> None:
         assert self._assign is not None
-        self._monitor.send_progress()
+        self._monitor.send_last_progress()
         self._send(WorkerExit(self._assign.generation, rank, cause))
 
 

@@ -41,6 +41,8 @@ if TYPE_CHECKING:  # only jobs with a hang timeout import it
 
 PROGRESS_SECONDS = 1.0
 """Shortest time between two reports of progress."""
+MAX_LAST_READS = 16
+"""Reads of reports when a worker has ended: more than its socket holds, while others report."""
 MAX_COLLECTIVES = 64
 """Collectives that one node reports."""
 MAX_SCAN_SECONDS = 5.0
@@ -202,15 +204,16 @@ class WorkerMonitor:
 
     # Progress
 
-    def read_reports(self) -> None:
+    def read_reports(self) -> bool:
         """
-        Read the workers' reports.
+        Read the workers' reports; return whether there were any.
 
         Call it before exits are reported: a saved step must reach the scheduler first.
         """
         if self._channel is None:
-            return
-        for report in self._channel.read_reports():
+            return False
+        reports = self._channel.read_reports()
+        for report in reports:
             if self._is_from_worker(report) and report.late and self._group is not None:
                 self._late_variables.add_report(
                     report.rank, report.late, self._clock.monotonic(), len(self._group.ranks)
@@ -222,6 +225,7 @@ class WorkerMonitor:
                 self._changed_ranks.add(report.rank)
                 if report.saved is not None:
                     self._saved_steps[report.rank] = report.saved
+        return bool(reports)
 
     def _send_plan(self, report: WorkerReport) -> None:
         """Send what rank 0 says about its run, MAX_PLANS times in a generation."""
@@ -249,6 +253,17 @@ class WorkerMonitor:
         pids = {rank: pid for rank, _, pid in group.alive_workers()}
         pid = pids.get(report.rank, 0)
         return not pid or not report.pid or report.pid == pid
+
+    def send_last_progress(self) -> None:
+        """
+        Read all reports that have come, and send the progress: a worker has ended.
+
+        Its last report may have come after the last call of `read_reports`.
+        """
+        for _ in range(MAX_LAST_READS):
+            if not self.read_reports():
+                break
+        self.send_progress()
 
     def send_progress(self) -> None:
         """Send the progress that the scheduler does not know yet."""

@@ -52,6 +52,8 @@ class ProgressTracker:
         self.has_reports = False
         """Whether there was any report."""
         self._tracks: dict[int, _WorkerProgress] = {}
+        self._ended_ranks: set[int] = set()
+        """A node that has reconnected repeats their last steps."""
         self._numbers: dict[str, tuple[NodeNumber, ...]] = {}
         """agent -> what its workers report with their steps."""
         self._usage: dict[str, tuple[NodeNumber, ...]] = {}
@@ -94,7 +96,7 @@ class ProgressTracker:
         if message.numbers:
             self._numbers[agent] = message.numbers
         for item in message.steps:
-            if item.rank not in ranks:
+            if item.rank not in ranks or item.rank in self._ended_ranks:
                 continue
             track = self._tracks.setdefault(item.rank, _WorkerProgress(item.step))
             track.step = item.step
@@ -109,6 +111,7 @@ class ProgressTracker:
     def drop_worker(self, rank: int) -> None:
         """Drop a worker that has ended: it is not a straggler any more."""
         self._tracks.pop(rank, None)
+        self._ended_ranks.add(rank)
 
     def find_agreed_step(self, agents: Iterable[str], earlier: int) -> int:
         """

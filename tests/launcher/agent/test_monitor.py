@@ -18,12 +18,24 @@ from pathlib import Path
 import pytest
 
 from pdrun.clock import FakeClock
+from pdrun.launcher.agent import channel
+from pdrun.launcher.agent.generation import GenerationRunner
 from pdrun.launcher.agent.monitor import WorkerMonitor
 from pdrun.launcher.common import procfs
 from pdrun.launcher.diagnosis import hangs
 from pdrun.launcher.diagnosis.stack_collector import StackRequest
 from pdrun.rendezvous.policies.progress import MAX_PLANS
-from pdrun.rendezvous.protocol.messages import Hung, PlanFact, Progress, ShowStacks, Stacks, Step
+from pdrun.rendezvous.protocol.messages import (
+    Assign,
+    Cause,
+    Hung,
+    PlanFact,
+    Progress,
+    ShowStacks,
+    Stacks,
+    Step,
+    WorkerExit,
+)
 from tests.lib.agent_fakes import FakeOutput, FakeSupervisor
 from tests.lib.supervisor_driver import wait_until
 
@@ -168,6 +180,27 @@ def test_a_node_has_saved_what_all_its_workers_have(harness):
     assert it.of(Progress)[-1].saved == 20
     it.monitor.send_progress()
     assert len(it.of(Progress)) == 1
+
+
+def test_the_last_report_of_a_worker_comes_before_its_exit(harness, monkeypatch):
+    monkeypatch.setattr(channel, "MAX_REPORTS_PER_READ", 2)
+    it = harness(IDLE, IDLE, IDLE, is_wrapped=True)
+    it.send_step(4, 57)
+    it.monitor.run_once()
+    for step in range(58, 63):  # after that, and more than one read takes
+        it.send_step(4, step)
+    told = []
+
+    def send(message):
+        told.extend([*it.sent, message])
+        it.sent.clear()
+
+    generation = GenerationRunner.__new__(GenerationRunner)
+    generation._assign, generation._monitor = Assign(2, 0, 1, 4, 7, 0, "h:1"), it.monitor
+    generation._send = send
+    generation._report_exit(4, Cause("ok", 0))
+    assert [type(message) for message in told] == [Progress, Progress, WorkerExit]
+    assert told[1].steps == (Step(4, 62),)
 
 
 def test_only_a_worker_of_this_generation_counts(harness):

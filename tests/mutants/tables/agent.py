@@ -26,6 +26,13 @@ MUTANTS = (
         (f"{CONVERSATION}the_workers_of_a_node_that_is_cut_off_are_gone_before_the_others_go_on"),
     ),
     Mutant(
+        "the last steps of a worker come after its exit",
+        f"{AGENT}generation.py",
+        "self._monitor.send_last_progress()",
+        "self._monitor.send_progress()",
+        f"{MONITOR}the_last_report_of_a_worker_comes_before_its_exit",
+    ),
+    Mutant(
         "the end of the lifeline is overlooked",
         f"{AGENT}agent.py",
         "if lifeline in ready and not self._read_lifeline(lifeline):",

@@ -106,6 +106,13 @@ MUTANTS = (
         f"{HANG_REPORT}all_have_answered_and_nobody_waits",
     ),
     Mutant(
+        "a repeated report brings an ended worker back",
+        f"{POLICIES}progress.py",
+        " or item.rank in self._ended_ranks",
+        "",
+        f"{PROGRESS}the_last_worker_leaves_its_last_step_on_record",
+    ),
+    Mutant(
         "the agreed step is that of the fastest node",
         f"{POLICIES}progress.py",
         "return max(earlier, min((",

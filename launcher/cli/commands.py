@@ -46,6 +46,8 @@ class PdrunGroup(click.Group):
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
         """Complete commands, and options and files of ``run``."""
+        from click.shell_completion import CompletionItem
+
         run = self.get_command(ctx, "run")
         assert run is not None
         if incomplete[:1] != "-":
@@ -53,7 +55,11 @@ class PdrunGroup(click.Group):
             # command fits.
             files = next(param for param in run.params if param.name == "words")
             found = files.shell_complete(click.Context(run), incomplete)
-            return [*found, *super().shell_complete(ctx, incomplete)]
+            if os.environ.get("_PDRUN_COMPLETE") != "bash_complete":
+                return [*found, *super().shell_complete(ctx, incomplete)]
+            # bash shows no descriptions, for which all commands are imported
+            names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
+            return [*found, *map(CompletionItem, names)]
         more = run.shell_complete(click.Context(run), incomplete)
         return [*super().shell_complete(ctx, incomplete), *more]
 

@@ -105,6 +105,15 @@ def put_program(home: Path) -> Path:
     return program.parent
 
 
+def test_bash_gets_the_names_of_commands_that_others_get_described(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    described = offered("")
+    monkeypatch.setenv("_PDRUN_COMPLETE", "bash_complete")
+    assert offered("") == described
+    assert {"doctor", "k8s"} < set(described)
+
+
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_bash_itself(home: Path) -> None:
     script = (

@@ -64,10 +64,11 @@ class ExportReader:
                     " strategy of module styles",
                 )
         specs = iter(signature.input_specs)
+        checks = _find_checks(self.program.graph)
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
                 self._read_placeholder(node, next(specs), kinds)
-            elif node.op == "call_function":
+            elif node.op == "call_function" and node not in checks:
                 self._read_call(node)
             elif node.op == "output":
                 self.graph.results = [
@@ -137,8 +138,6 @@ class ExportReader:
             target = _UNFILLED_KINDS[kind]
             kwargs.pop("memory_format", None)
             kind = operator_kind(target)
-        if kind in _CHECK_KINDS:
-            return
         if kind in _IDENTITY_KINDS:
             self.found[node] = args[0]
             return
@@ -269,6 +268,18 @@ _UNFILLED_KINDS = {
     "new_empty": torch.ops.aten.new_zeros.default,
 }
 _IDENTITY_KINDS = ("lift_fresh_copy", "alias", "contiguous")
+
+
+def _find_checks(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Return the checks of a graph and what only they use, such as a number of tokens."""
+    found: set[torch.fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "call_function":
+            kind = operator_kind(node.target)
+            is_check = kind in _CHECK_KINDS or (kind == "item" and not node.users)
+            if is_check or (node.users and found.issuperset(node.users)):
+                found.add(node)
+    return found
 
 
 def _module_path(node: torch.fx.Node) -> str:

@@ -69,6 +69,14 @@ class Counting(ByDevice):
         return x.sin() if type(self).calls == 2 else x.tanh()
 
 
+class Checked(ByDevice):
+    """Checks a number that it counts in its input, as models with pictures and texts do."""
+
+    def act(self, x: torch.Tensor) -> torch.Tensor:
+        torch._check((x > -1e9).sum().item() == x.numel())
+        return x.tanh()
+
+
 class Cache:
     """Keys and values of one forward; no type that an export knows."""
 
@@ -179,6 +187,7 @@ def scaled(model: nn.Module, batch: Any) -> torch.Tensor:
         (Undropped, {}),
         (Undropped, {"forward": scaled}),
         (ByDevice, {"frozen": ("drop",)}),
+        (Checked, {"frozen": ("drop",)}),
         (CachingUndropped, {}),
     ],
 )

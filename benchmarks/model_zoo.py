@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from zoo_inputs import input_models
 from zoo_libraries import adapted_models, image_models
 from zoo_models import Architecture
 from zoo_others import other_models
@@ -72,7 +73,7 @@ class CellResult:
 def find_architectures(globs: list[str]) -> list[Architecture]:
     """Return the architectures whose libraries are installed and whose names match."""
     known = [*plain_models(), *transformers_models(), *image_models(), *adapted_models()]
-    known += other_models()
+    known += [*other_models(), *input_models()]
     return [
         one
         for one in known

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from pdrun.rendezvous.membership.generations import stop_job, stop_workers
 from pdrun.rendezvous.membership.job import SIGTERM, ActionOutbox, Job, StopPlan
-from pdrun.rendezvous.membership.nodes import Member, Phase
+from pdrun.rendezvous.membership.nodes import CutKind, Member, Phase
 from pdrun.rendezvous.membership.roster import Roster
 from pdrun.rendezvous.membership.sizing import fence_member, has_enough_nodes, is_elastic
 from pdrun.rendezvous.membership.transitions import JobState, Trigger
@@ -26,6 +26,8 @@ def mark_lost(job: Job, member: Member, why: str, now: float, *, incoming: int =
         _remove_idle(job.roster, job.outbox, member, why)
         return
     if job.state is JobState.DONE or member.phase is Phase.FINISHED:
+        if _has_ended(job, member):
+            why = ""
         _remove_finished(job.roster, job.outbox, member, why)
         return
     reason = f"{job.config.unit} {_name_with_rank(job, member)} was lost: {why}"
@@ -38,6 +40,17 @@ def mark_lost(job: Job, member: Member, why: str, now: float, *, incoming: int =
         _stop_after_loss(job, reason, incoming, now)
     elif job.shutdown.stop is not None:
         _change_stop_after_loss(job, job.shutdown.stop, member, reason, incoming, now)
+
+
+def _has_ended(job: Job, member: Member) -> bool:
+    """
+    Whether a worker of a dynamic cluster has reported its end, and then closed its connection.
+
+    Its process was about to end, so its Leave is missed by nobody.
+    """
+    if job.config.unit != "worker" or member.phase is not Phase.FINISHED:
+        return False
+    return member.peer is None and member.cut_kind is CutKind.CLOSED
 
 
 def _name_with_rank(job: Job, member: Member) -> str:

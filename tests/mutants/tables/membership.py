@@ -16,6 +16,14 @@ HANG_REPORT = "tests/rendezvous/policies/test_hang_report.py::test_"
 
 MUTANTS = (
     Mutant(
+        "a finished worker of a dynamic cluster is reported as cut off",
+        "rendezvous/membership/departures.py",
+        "        if _has_ended(job, member):\n",
+        "        if False:\n",
+        "tests/rendezvous/membership/test_failure_to_verdict.py"
+        "::test_a_finished_worker_that_closes_its_connection_has_ended",
+    ),
+    Mutant(
         "a worker that is back moves up when another one leaves",
         f"{MEMBERSHIP}nodes.py",
         "is_dynamic and member.index == member.join.node_rank",

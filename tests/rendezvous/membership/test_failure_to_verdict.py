@@ -301,6 +301,29 @@ def test_silence_is_suspect_then_lost() -> None:
     assert machine.verdict.code == 69 and "no message for" in machine.verdict.reason
 
 
+@pytest.mark.parametrize(
+    ("unit", "silent", "reason"),
+    [
+        ("worker", 0.0, ""),
+        ("worker", 6.0, "no message for "),
+        ("node", 0.0, "its connection was closed"),
+    ],
+)
+def test_a_finished_worker_that_closes_its_connection_has_ended(
+    unit: str, silent: float, reason: str
+) -> None:
+    machine = running("a", "b", unit=unit)
+    talk(machine, 3.0, "a", "b")
+    machine.say("a", WorkerExit(0, 0, Cause("ok", 0)), Finished(0))
+    machine.beat(silent, "b")
+    machine.cut("a")
+    machine.beat(12.0, "b")
+    (left,) = [record.data["reason"] for record in machine.records if record.kind == "left"]
+    assert left.startswith(reason) and (reason or not left)
+    machine.finish("b")
+    assert machine.verdict == Verdict(0, "all 2 workers succeeded")
+
+
 def talk(machine: Machine, seconds: float, *peers: str, deaf: str = "") -> None:
     """Heartbeats; no echo reaches the ``deaf`` node."""
     for beat in range(1, int(seconds) + 1):

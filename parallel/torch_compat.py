@@ -16,6 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
+from types import CodeType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -33,6 +34,8 @@ class _UntracedFunction:
 
 
 _untraced_functions: weakref.WeakSet[_UntracedFunction] = weakref.WeakSet()
+_wrapper_codes: set[CodeType] = set()
+"""The code of wrappers, which all of them share."""
 _compiler_excluded = False
 """Whether `exclude_untraced` was called."""
 
@@ -51,6 +54,7 @@ def untraced(function: Function) -> Function:
     def call(*args: Any, **kwargs: Any) -> Any:
         return entry.function(*args, **kwargs)
 
+    _wrapper_codes.add(call.__code__)
     return cast(Function, call)
 
 
@@ -64,6 +68,12 @@ def exclude_untraced() -> None:
         _compiler_excluded = True
         for kept in _untraced_functions:
             kept.function = torch.compiler.disable(kept.function)
+        from torch._dynamo import eval_frame
+
+        # otherwise each kind of arguments that a wrapper gets would be compiled, up to a limit
+        skip_code = getattr(eval_frame, "skip_code", None)
+        for code in _wrapper_codes if skip_code is not None else ():
+            skip_code(code)
 
 
 def exclude_function(function: Function) -> Function:

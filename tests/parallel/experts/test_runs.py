@@ -169,6 +169,25 @@ def test_explain_says_where_experts_are(worlds: Any) -> None:
     assert 0.7 * sent <= found <= 1.3 * sent, "what comes back is as much as others sent here"
 
 
+def compile_a_layer(world: int) -> list[str]:
+    """Return the names of the functions of pdrun that a compiler has seen."""
+    options = {"compile": {"modules": ["layers.0"], "backend": "eager"}}
+    case = MoECase({"ep": world}, model={"shared": 1}, options=options)
+    torch._dynamo.reset()
+    run = moe.make_run(case, world)
+    for batch in moe.batches(case, 1):
+        run.step(batch)
+    codes = [code() for code in torch._dynamo.convert_frame.input_codes.seen]
+    return [code.co_name for code in codes if code is not None and "/parallel/" in code.co_filename]
+
+
+def test_wrappers_of_what_is_not_compiled_are_not_compiled(worlds: Any) -> None:
+    """Each would be, for each kind of arguments."""
+    for names in worlds(2).run(compile_a_layer, 2):
+        assert "forward" in names
+        assert "call" not in names
+
+
 def trace_layer(world: int, is_bf16: bool) -> tuple[list[list[str]], list[str], list[float]]:
     """
     Return the operators of each compiled graph of a layer with shared experts, why there are breaks

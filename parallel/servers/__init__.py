@@ -1,7 +1,7 @@
 """
 Parameter servers: tables of weights in processes of their own, which workers pull and push.
 
-    worker: client.py -> links -> channel.py  ====  channel.py -> service.py -> store.py: server
+    worker: client.py -> links -> channel.py  ====  channel.py -> session.py -> store.py: server
 
 The server's program is main.py; the launcher starts it (`pdrun --servers N`). Without servers a
 worker has the same tables in its own memory. `served_model.py` connects them with `parallelize`.

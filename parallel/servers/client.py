@@ -21,10 +21,18 @@ import torch
 from pdrun.errors import UsageError, did_you_mean
 from pdrun.parallel.servers.directory import ServerDirectory, find_directory
 from pdrun.parallel.servers.frames import Op
+from pdrun.parallel.servers.links.checked_values import (
+    check_gradients,
+    check_ids,
+    move_to_host,
+    sum_repeated,
+    take_elements,
+)
+from pdrun.parallel.servers.links.declared_table import DeclaredTable
 from pdrun.parallel.servers.links.in_process import TablesInProcess
 from pdrun.parallel.servers.links.link import PushHeader, ServerLink
 from pdrun.parallel.servers.links.remote import RemoteLink, WorkerIdentity
-from pdrun.parallel.servers.row_cache import CacheQuestions, RowCache
+from pdrun.parallel.servers.links.row_cache import CacheQuestions, RowCache
 from pdrun.parallel.servers.settings import (
     MAX_DIM,
     MAX_NAME_CHARS,
@@ -33,9 +41,7 @@ from pdrun.parallel.servers.settings import (
     TableSpec,
     parse_mode,
 )
-from pdrun.parallel.servers.sharding import count_pieces, find_owners, piece_bounds, piece_owner
 from pdrun.parallel.servers.tables.gradients import check_gradient
-from pdrun.parallel.servers.tables.grouped_ids import group_ids
 
 TIMEOUT_SECONDS = 600.0
 RETURN_SECONDS = 60.0
@@ -44,15 +50,6 @@ ASSIGNED_ROWS = 1 << 16
 """Rows of one frame of first values."""
 DEFAULT_SCALE = 0.05
 ASYNC = Mode("async")
-
-
-@dataclass
-class _Table:
-    """A declared table, with its number at each server."""
-
-    spec: TableSpec
-    numbers: list[int]
-    cache: RowCache | None = None
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ class ServerClient:
         self._worker = worker
         self.is_local = is_local
         """Whether the tables are in this process."""
-        self._tables: dict[str, _Table] = {}
+        self._tables: dict[str, DeclaredTable] = {}
         self._questions = CacheQuestions(self._links)
         self.step = 0
         """Number of the step that the next `clock` ends."""
@@ -152,14 +149,16 @@ class ServerClient:
             table.cache = RowCache(served.cache, dim, self._mode, place)
             self._questions.add_cache(table.cache)
         if values is not None and self._worker == 0:
-            flat = _to_host(values)
+            flat = move_to_host(values)
             for first in range(0, size, ASSIGNED_ROWS):
                 ids = torch.arange(first, min(size, first + ASSIGNED_ROWS))
                 part = flat[first : first + len(ids)]
-                for server, mine in self._split_ids(table, ids):
+                for server, mine in table.split_ids(ids):
                     link = self._links[server]
                     link.begin_assign(
-                        table.numbers[server], _take(part, mine), ids=_take(ids, mine)
+                        table.numbers[server],
+                        take_elements(part, mine),
+                        ids=take_elements(ids, mine),
                     )
             self._open_table(table)
 
@@ -175,14 +174,14 @@ class ServerClient:
         spec = TableSpec(name, "dense", served.optimizer, values.numel(), is_assigned=True)
         table = self._declare_table(spec)
         if self._worker == 0:
-            flat = _to_host(values).view(-1)
-            for piece, server, first, last in self._iter_pieces(table):
+            flat = move_to_host(values).view(-1)
+            for piece, server, first, last in table.list_pieces():
                 self._links[server].begin_assign(
                     table.numbers[server], flat[first:last], piece=piece
                 )
             self._open_table(table)
 
-    def _declare_table(self, spec: TableSpec) -> _Table:
+    def _declare_table(self, spec: TableSpec) -> DeclaredTable:
         self._questions.take_answers(self.step)
         name = spec.name
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or "|" in name:
@@ -193,13 +192,13 @@ class ServerClient:
         if spec.size == 0 and spec.kind == "dense":
             raise UsageError("has no elements", where=f"served weight {name}")
         numbers = [link.declare_table(spec) for link in self._links]
-        self._tables[name] = table = _Table(spec, numbers)
+        self._tables[name] = table = DeclaredTable(spec, numbers)
         return table
 
-    def _open_table(self, table: _Table) -> None:
+    def _open_table(self, table: DeclaredTable) -> None:
         self._order_all(Op.OPEN, table=table)
 
-    def _find_table(self, name: str, kind: str) -> _Table:
+    def _find_table(self, name: str, kind: str) -> DeclaredTable:
         table = self._tables.get(name)
         if table is None or table.spec.kind != kind:
             known = [key for key, found in self._tables.items() if found.spec.kind == kind]
@@ -217,13 +216,13 @@ class ServerClient:
             UsageError: an id is out of range.
         """
         table = self._find_table(name, "rows")
-        ids = _check_ids(table.spec, ids)
+        ids = check_ids(table.spec, ids)
         if table.cache is not None:
             return self._cached_rows(table, table.cache, ids)
         self._questions.take_answers(self.step)
         return self._fetch_rows(table, ids)
 
-    def _fetch_rows(self, table: _Table, ids: torch.Tensor) -> torch.Tensor:
+    def _fetch_rows(self, table: DeclaredTable, ids: torch.Tensor) -> torch.Tensor:
         dim = table.spec.dim
         if len(self._links) == 1:
             link = self._links[0]
@@ -231,9 +230,9 @@ class ServerClient:
             found = link.finish()
             assert isinstance(found, torch.Tensor)
             return found
-        parts = self._split_ids(table, ids)
+        parts = table.split_ids(ids)
         for server, mine in parts:
-            self._links[server].begin_rows(table.numbers[server], _take(ids, mine), dim)
+            self._links[server].begin_rows(table.numbers[server], take_elements(ids, mine), dim)
         out = torch.empty(len(ids), dim)
         for server, mine in parts:
             found = self._links[server].finish()
@@ -262,9 +261,11 @@ class ServerClient:
             hint = f"use pdrun.rows(..., cache={len(ids)})"
             raise UsageError("has no cache", where=f"served table {name}", hint=hint)
         self._questions.take_answers(self.step)
-        self._ask(table, table.cache, torch.unique(_check_ids(table.spec, ids)))
+        self._ask(table, table.cache, torch.unique(check_ids(table.spec, ids)))
 
-    def _cached_rows(self, table: _Table, cache: RowCache, ids: torch.Tensor) -> torch.Tensor:
+    def _cached_rows(
+        self, table: DeclaredTable, cache: RowCache, ids: torch.Tensor
+    ) -> torch.Tensor:
         """Return rows on the cache's device; ask the servers for those that may have changed."""
         unique, inverse = torch.unique(ids, return_inverse=True)
         self._questions.take_answers(self.step)
@@ -275,11 +276,11 @@ class ServerClient:
             return self._fetch_rows(table, ids).to(cache.device)
         return found.index_select(0, inverse.to(cache.device))
 
-    def _ask(self, table: _Table, cache: RowCache, ids: torch.Tensor) -> None:
+    def _ask(self, table: DeclaredTable, cache: RowCache, ids: torch.Tensor) -> None:
         """Ask the servers of unique ids for what has changed."""
         ids = ids[cache.find_stale(ids, self.step)]
-        for server, mine in self._split_ids(table, ids):
-            part = _take(ids, mine)
+        for server, mine in table.split_ids(ids):
+            part = take_elements(ids, mine)
             if len(part):
                 self._questions.ask(cache, server, table.numbers[server], part)
 
@@ -307,38 +308,25 @@ class ServerClient:
             UsageError: a gradient is nan or infinite, or an id is out of range; nothing is changed.
         """
         table = self._find_table(name, "rows")
-        ids = _check_ids(table.spec, ids)
-        ids, grads = sum_repeated(ids, _check_gradients(table.spec, ids, grads))
+        ids = check_ids(table.spec, ids)
+        ids, grads = sum_repeated(ids, check_gradients(table.spec, ids, grads))
         self._questions.take_answers(self.step)
         self._begin_push_rows(table, PushHeader(self.step, part, divisor), ids, grads)
         self._finish_all()
 
     def _begin_push_rows(
-        self, table: _Table, push: PushHeader, ids: torch.Tensor, grads: torch.Tensor
+        self, table: DeclaredTable, push: PushHeader, ids: torch.Tensor, grads: torch.Tensor
     ) -> None:
         """Push gradients of sorted, unique ids."""
         if table.cache is not None:
             table.cache.expire_rows(ids)
-        for server, mine in self._split_ids(table, ids, every=True):
+        for server, mine in table.split_ids(ids, every=True):
             self._links[server].begin_push(
-                table.numbers[server], push, _take(grads, mine), ids=_take(ids, mine)
+                table.numbers[server],
+                push,
+                take_elements(grads, mine),
+                ids=take_elements(ids, mine),
             )
-
-    def _split_ids(
-        self, table: _Table, ids: torch.Tensor, *, every: bool = False
-    ) -> list[tuple[int, torch.Tensor | None]]:
-        """
-        Return (server, positions of its ids; None: all).
-
-        Args:
-            every: name servers without ids too: they count updates.
-        """
-        servers = len(self._links)
-        if servers == 1:
-            return [(0, None)]
-        owners = find_owners(ids, table.spec.name, servers)
-        found = [(server, (owners == server).nonzero().squeeze(1)) for server in range(servers)]
-        return [(server, mine) for server, mine in found if every or len(mine)]
 
     # ---- dense weights ------------------------------------------------------
 
@@ -357,7 +345,7 @@ class ServerClient:
             what = f"out must have {table.spec.size} elements of fp32 on the host"
             raise UsageError(what, where=f"served weight {name}")
         self._questions.take_answers(self.step)
-        for server, (pieces, outs) in self._split_pieces(table, flat).items():
+        for server, (pieces, outs) in table.split_pieces(flat).items():
             self._links[server].begin_pull(table.numbers[server], pieces, outs)
         self._finish_all()
         return out
@@ -365,13 +353,13 @@ class ServerClient:
     def push(self, name: str, grad: torch.Tensor, *, divisor: float = 1.0, part: int = 0) -> None:
         """Push the gradient of a dense weight; see `push_rows`."""
         table = self._find_table(name, "dense")
-        flat = _check_gradients(table.spec, None, grad)
+        flat = check_gradients(table.spec, None, grad)
         self._questions.take_answers(self.step)
         self._begin_push(table, PushHeader(self.step, part, divisor), flat)
         self._finish_all()
 
-    def _begin_push(self, table: _Table, push: PushHeader, flat: torch.Tensor) -> None:
-        for server, (pieces, grads) in self._split_pieces(table, flat).items():
+    def _begin_push(self, table: DeclaredTable, push: PushHeader, flat: torch.Tensor) -> None:
+        for server, (pieces, grads) in table.split_pieces(flat).items():
             self._links[server].begin_push_pieces(table.numbers[server], push, pieces, grads)
 
     def push_pull(
@@ -382,29 +370,6 @@ class ServerClient:
             self.push(name, grad, divisor=divisor)
         self.clock()
         return {name: self.pull(name) for name in grads}
-
-    def _iter_pieces(self, table: _Table) -> list[tuple[int, int, int, int]]:
-        """Return (piece, server, first element, one after the last)."""
-        spec = table.spec
-        return [
-            (
-                piece,
-                piece_owner(piece, spec.name, len(self._links)),
-                *piece_bounds(piece, spec.size),
-            )
-            for piece in range(count_pieces(spec.size))
-        ]
-
-    def _split_pieces(
-        self, table: _Table, flat: torch.Tensor
-    ) -> dict[int, tuple[list[int], list[torch.Tensor]]]:
-        """Return the pieces of a flat tensor by server, with their numbers."""
-        found: dict[int, tuple[list[int], list[torch.Tensor]]] = {}
-        for piece, server, first, last in self._iter_pieces(table):
-            pieces, parts = found.setdefault(server, ([], []))
-            pieces.append(piece)
-            parts.append(flat[first:last])
-        return found
 
     # ---- steps and checkpoints ----------------------------------------------
 
@@ -438,7 +403,7 @@ class ServerClient:
         found = []
         for given in gradients:
             table = self._find_table(given.table, "dense" if given.ids is None else "rows")
-            values = _check_gradients(table.spec, given.ids, given.values)
+            values = check_gradients(table.spec, given.ids, given.values)
             if len(gradients) * len(self._links) > 1:
                 check_gradient(table.spec.name, values, divisor)  # before any server has one
             found.append((table, PushHeader(self.step, given.part, divisor, is_held=True), values))
@@ -482,7 +447,7 @@ class ServerClient:
         self,
         op: Op,
         *,
-        table: _Table | None = None,
+        table: DeclaredTable | None = None,
         step: int = 0,
         folder: str = "",
         later: str = "",
@@ -536,59 +501,3 @@ def connect(mode: str = "sync", *, timeout: float = TIMEOUT_SECONDS) -> ServerCl
 
 def _addresses_of(directory: ServerDirectory, server: int) -> Callable[[], list[str]]:
     return lambda: directory.find_addresses(server)
-
-
-def sum_repeated(ids: torch.Tensor, grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return sorted, unique ids with the sums of their gradients."""
-    if len(ids) < 2 or bool((ids[1:] > ids[:-1]).all()):
-        return ids, grads
-    groups = group_ids(ids)
-    return groups.distinct, groups.sum_rows(grads)
-
-
-def _check_gradients(
-    spec: TableSpec, ids: torch.Tensor | None, grads: torch.Tensor
-) -> torch.Tensor:
-    """
-    Return gradients on the host, flat for a dense weight.
-
-    Raises:
-        UsageError: they have another shape than the ids and the table.
-    """
-    grads = _to_host(grads)
-    if ids is None:
-        if grads.numel() != spec.size:
-            what = f"the gradient has {grads.numel()} elements, the weight {spec.size}"
-            raise UsageError(what, where=f"served weight {spec.name}")
-        return grads.view(-1)
-    if tuple(grads.shape) != (len(ids), spec.dim):
-        what = f"gradients have the shape {tuple(grads.shape)}, not {(len(ids), spec.dim)}"
-        raise UsageError(what, where=f"served table {spec.name}")
-    return grads
-
-
-def _take(tensor: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-    if positions is None or len(positions) == len(tensor):
-        return tensor.contiguous()
-    return tensor.index_select(0, positions)
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", torch.float32).contiguous()
-
-
-def _check_ids(spec: TableSpec, ids: torch.Tensor) -> torch.Tensor:
-    """
-    Return ids as a flat tensor of int64 on the host.
-
-    Raises:
-        UsageError: they are not whole numbers, or out of range.
-    """
-    if isinstance(ids, torch.Tensor) and ids.dtype == torch.int64 and ids.device.type == "cpu":
-        if ids.dim() == 1 and ids.is_contiguous():
-            return ids
-        return ids.reshape(-1).contiguous()
-    where = f"served table {spec.name}"
-    if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise UsageError("ids must be a tensor of whole numbers", where=where)
-    return ids.detach().reshape(-1).to("cpu", torch.int64).contiguous()

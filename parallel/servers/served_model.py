@@ -21,13 +21,9 @@ import torch
 from torch import nn
 
 from pdrun.errors import UsageError, did_you_mean
-from pdrun.parallel.servers.client import (
-    ServerClient,
-    StepGradient,
-    connect,
-    sum_repeated,
-)
+from pdrun.parallel.servers.client import ServerClient, StepGradient, connect
 from pdrun.parallel.servers.embedding import LookupFunction, RowLookup, ServedEmbedding
+from pdrun.parallel.servers.links.checked_values import sum_repeated
 from pdrun.parallel.servers.rows_ahead import BatchSource, RowsAhead
 from pdrun.parallel.servers.settings import SERVED_FOLDER, Mode, ServedWeights, Servers
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from pdrun.parallel.checkpoint.storage import byte_view
 from pdrun.parallel.servers.frames import MAILBOX_SLOTS, SLOT_PIECES, FrameError
 from pdrun.parallel.servers.settings import TableSpec
 from pdrun.parallel.servers.sharding import PIECE_ELEMENTS
@@ -26,6 +27,7 @@ from pdrun.parallel.servers.tables.tables import (
 
 SLOT_ELEMENTS = SLOT_PIECES * PIECE_ELEMENTS
 """Of a slot of the mailbox, fp32."""
+SLOT_BYTES = 4 * SLOT_ELEMENTS
 
 
 class MappedRows:
@@ -57,8 +59,8 @@ class Mailbox:
     """Slots for gradients; each is free again when the server has replied."""
 
     def __init__(self, buffer: mmap.mmap) -> None:
-        shape = (MAILBOX_SLOTS, SLOT_ELEMENTS)
-        self._slots = view_buffer(buffer, shape, torch.float32, 0)
+        # the system's copy of bytes takes two thirds of the time of torch's
+        self._bytes = memoryview(buffer)
         self._free = list(range(MAILBOX_SLOTS))
 
     @property
@@ -66,20 +68,14 @@ class Mailbox:
         """Whether a slot is free."""
         return bool(self._free)
 
-    def put_values(self, grads: Sequence[torch.Tensor]) -> int:
-        """Copy gradients to a free slot, one after the other, and return its number."""
+    def put_values(self, values: Sequence[torch.Tensor]) -> int:
+        """Copy tensors to a free slot, one after the other, and return its number."""
         slot = self._free.pop()
-        parts = self._slots[slot, : sum(map(len, grads))].split([len(grad) for grad in grads])
-        for part, grad in zip(parts, grads, strict=True):
-            part.copy_(grad)
-        return slot
-
-    def put_rows(self, ids: torch.Tensor, grads: torch.Tensor) -> int:
-        """Copy ids and then their gradients to a free slot, and return its number."""
-        slot = self._free.pop()
-        count = 2 * len(ids)
-        self._slots[slot, :count].view(torch.int64).copy_(ids)
-        self._slots[slot, count : count + grads.numel()].copy_(grads.view(-1))
+        first = slot * SLOT_BYTES
+        for tensor in values:
+            data = byte_view(tensor)
+            self._bytes[first : first + len(data)] = data
+            first += len(data)
         return slot
 
     def free_slot(self, slot: int) -> None:

@@ -142,7 +142,7 @@ class RemoteLink:
         if ids is not None and MIN_SHARED_ELEMENTS <= elements <= SLOT_ELEMENTS:
             mailbox = self._find_mailbox()
             if mailbox is not None:
-                frame.flags, frame.slot = SHARED_VALUES, mailbox.put_rows(ids, values)
+                frame.flags, frame.slot = SHARED_VALUES, mailbox.put_values([ids, values])
         self._begin_values(frame, Op.PUSH_ROWS, values, ids, holds=push.is_held)
 
     def begin_push_pieces(

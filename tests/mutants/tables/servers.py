@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.model import Mutant
 
 STORE = "parallel/servers/tables/store.py"
-SERVICE = "parallel/servers/service.py"
+SESSION = "parallel/servers/session.py"
 STORE_TESTS = "tests/parallel/servers/test_store.py::test_"
 STEPS = "tests/parallel/servers/test_steps.py::test_"
 ONCE = f"{STORE_TESTS}pieces_of_one_request_count_once_beside_their_repetition"
@@ -46,14 +46,14 @@ MUTANTS = (
     ),
     Mutant(
         "a step ends although a push of it was refused",
-        SERVICE,
+        SESSION,
         "            if 0 < frame.place <= self._refused:",
         "            if False:",
         f"{STEPS}a_gradient_that_a_server_refuses_does_not_end_the_step",
     ),
     Mutant(
         "gradients of a late step stay in the mailbox",
-        SERVICE,
+        SESSION,
         "            store.copy_gradients(self._worker)\n            raise",
         "            raise",
         f"{STEPS}a_step_that_ends_too_late_has_the_gradients_as_they_were_pushed",
@@ -67,7 +67,7 @@ MUTANTS = (
     ),
     Mutant(
         "what a step needs is not copied from the mailbox",
-        SERVICE,
+        SESSION,
         '        return store.mode.name == "sync" and not self._channel.has_clock_ahead()',
         "        return False",
         f"{STEPS}more_gradients_than_the_mailbox_has_room_for[sync]",

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pdrun.errors import DeadlineExceeded, PeerLost
-from pdrun.parallel.servers import service
+from pdrun.parallel.servers import session
 from pdrun.parallel.servers.client import ServerClient
 from pdrun.parallel.servers.frames import Frame, Op
 from pdrun.parallel.servers.settings import dense, rows
@@ -49,7 +49,7 @@ def add_tables(client: ServerClient) -> None:
 
 def lose_at(monkeypatch, running: ServerThreads, op: Op, moment: str, returns: bool) -> list[bool]:
     """Have the server lost at its next request of this kind, before or after it is used."""
-    answer = service._Session._answer_frame
+    answer = session.WorkerSession._answer_frame
     lost: list[bool] = []
 
     def replace_server() -> None:
@@ -57,7 +57,7 @@ def lose_at(monkeypatch, running: ServerThreads, op: Op, moment: str, returns: b
         if returns:
             running.start_again(0)
 
-    def answer_frame(self: service._Session, frame: Frame) -> None:
+    def answer_frame(self: session.WorkerSession, frame: Frame) -> None:
         if frame.op != op or lost:
             answer(self, frame)
             return
@@ -72,7 +72,7 @@ def lose_at(monkeypatch, running: ServerThreads, op: Op, moment: str, returns: b
         raise ConnectionError
 
     threads: list[threading.Thread] = []
-    monkeypatch.setattr(service._Session, "_answer_frame", answer_frame)
+    monkeypatch.setattr(session.WorkerSession, "_answer_frame", answer_frame)
     return lost
 
 

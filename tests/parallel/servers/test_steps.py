@@ -110,7 +110,8 @@ def test_a_step_that_ends_too_late_has_the_gradients_as_they_were_pushed(tmp_pat
             add_tables(client)
         with pytest.raises(DeadlineExceeded, match="worker 1 did not end it"):
             early.push_step(gradients(1.0))
-        early._links[0]._mapped.mailbox._slots.fill_(77.0)  # type: ignore[attr-defined]
+        mailbox = early._links[0]._mapped.mailbox._bytes  # type: ignore[attr-defined]
+        mailbox[:] = b"B" * len(mailbox)
         late.push_step(gradients(2.0))
         check_values(late, -3.0)
         early.close()

@@ -14,6 +14,7 @@ import operator
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from pdrun.parallel.zero.engine import Engine
 RUN_STEP = "pdrun.Run.step"
 CLIP_FUNCTION = "_get_total_norm"
 """What torch's clip_grad_norm_ calls, however it was imported."""
+_read_values = operator.methodcaller("values")
 _torchs_batch_norm = functional.batch_norm
 
 
@@ -55,6 +57,7 @@ class ConsistencyGuard:
         self._own_hooks = [after for _, after in self._hooks]
         self._model = model
         self._tables = _list_tables(model)
+        self._entries = _list_entries(self._tables)
         self.torn_checkpoint = ""
         """A checkpoint that may have been loaded only in part."""
         self._has_changed_in_step = False
@@ -116,12 +119,10 @@ class ConsistencyGuard:
 
     def _check_modules(self) -> None:
         """Refuse parameters that the model got after `pdrun.parallelize`: no optimizer has them."""
-        if not any(
-            len(table) != len(entries) or any(map(operator.is_not, table.values(), entries))
-            for table, entries in self._tables
-        ):
+        now = _list_entries(self._tables)
+        if len(now) == len(self._entries) and not any(map(operator.is_not, now, self._entries)):
             return
-        known = {id(entry) for _, entries in self._tables for entry in entries}
+        known = set(map(id, self._entries))
         for name, param in self._model.named_parameters():
             if id(param) not in known:
                 raise UsageError(
@@ -132,6 +133,7 @@ class ConsistencyGuard:
                     " assign=True keeps parameters",
                 )
         self._tables = _list_tables(self._model)
+        self._entries = _list_entries(self._tables)
 
     def check_memory(self) -> None:
         """
@@ -212,12 +214,17 @@ class ConsistencyGuard:
             )
 
 
-def _list_tables(model: nn.Module) -> list[tuple[dict[str, Any], list[Any]]]:
-    """Return the parameters and modules of each module: where they are kept, and what is there."""
+def _list_tables(model: nn.Module) -> list[dict[str, Any]]:
+    """Return where the parameters and modules of each module are kept."""
     tables: list[dict[str, Any]] = []
     for module in model.modules():
         tables += [module._parameters, module._modules]
-    return [(table, list(table.values())) for table in tables]
+    return tables
+
+
+def _list_entries(tables: list[dict[str, Any]]) -> list[Any]:
+    """Return what is in the tables of modules."""
+    return list(chain.from_iterable(map(_read_values, tables)))
 
 
 @contextmanager

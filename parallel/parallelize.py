@@ -28,6 +28,7 @@ from pdrun.parallel.arguments import (
     sequence_slices_of,
     slice_sequences,
 )
+from pdrun.parallel.auto.degrees.expert_layers import describe_strategy
 from pdrun.parallel.auto.inputs import (
     ParallelChoices,
     PlannedCall,
@@ -289,6 +290,7 @@ def parallelize(
             served.follow_data(state.feed)
     run = Run(state, clip_value=check_above_zero("clip_value", clip_value))
     run.predicted = choices.predicted
+    run.expert_axes = describe_strategy(arguments.strategy)
     run.topology = getattr(arguments.strategy, "topology", None)
     report_plan(state, run.predicted, given, arguments, inspect.signature(parallelize))
     measured = read_request()

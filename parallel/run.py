@@ -86,6 +86,8 @@ class Run:
         self._last_metrics: Metrics | None = None
         self.predicted: StepPrediction | None = None
         """What the search of the plan has predicted for a step; None without a search."""
+        self.expert_axes: dict[str, str] = {}
+        """See `RunPlan.experts`."""
         self.topology: Topology | None = None
         """The topology for which the plan was searched, if it was given."""
         self._utilization: StepUtilization | None = None
@@ -261,7 +263,7 @@ class Run:
     @property
     def plan(self) -> RunPlan:
         """The placement of everything, as plain data: ``run.plan.save("plan.json")``."""
-        found = build_plan(self.state)
+        found = replace(build_plan(self.state), experts=self.expert_axes)
         if self.predicted is None:
             return found
         return replace(found, predicted=asdict(self.predicted))

@@ -163,7 +163,7 @@ def plan_command() -> click.Command:
                 ["--fix"],
                 metavar="NAME=N,..",
                 multiple=True,
-                help="Given degrees: tp=8, pp, dp, level, microbatches.",
+                help="Given degrees: tp=8, pp, dp, ep, level, microbatches.",
             ),
             click.Option(
                 ["--search"],

@@ -24,6 +24,11 @@ from torch import nn
 
 from pdrun.errors import ConfigError, UsageError
 from pdrun.parallel.auto.auto import Auto, detect_topology
+from pdrun.parallel.auto.degrees.expert_layers import (
+    describe_experts,
+    find_expert_layers,
+    make_expert_strategy,
+)
 from pdrun.parallel.auto.degrees.planner import ADAM_STATE_BYTES, PlanReport, plan_of
 from pdrun.parallel.auto.measure import check_measurable, read_request
 from pdrun.parallel.auto.mindspore_strategies import MindSporeOperators
@@ -33,6 +38,7 @@ from pdrun.parallel.auto.topology import Topology
 from pdrun.parallel.comm.mesh import Mesh
 from pdrun.parallel.operators.compiler import find_engine
 from pdrun.parallel.startup.init import PLAN_VARIABLE
+from pdrun.parallel.tensor.strategy import Strategy
 from pdrun.parallel.zero.optimizer import state_bytes_per_element
 from pdrun.text import quote_command
 
@@ -107,8 +113,29 @@ def resolve_choices(
     for path in files:
         choices = _take_file(choices, read_plan(path), count_ranks())
     if choices.strategy == AUTO:
-        choices = replace(choices, strategy=Auto())
+        choices = replace(choices, strategy=_make_auto(choices.mesh, call.model))
     return _prepare_search(choices, call)
+
+
+def _make_auto(mesh: Any, model: Any) -> Auto | Strategy:
+    """
+    Return what ``strategy="auto"`` means on a mesh: a search, or all experts cut over ep.
+
+    Raises:
+        UsageError: the mesh has ep and tensor axes.
+    """
+    if not isinstance(mesh, Mesh) or mesh.ep == 1 or not isinstance(model, nn.Module):
+        return Auto()
+    layers = find_expert_layers(model)
+    if not layers:
+        what = f'{mesh}: strategy="auto" finds no experts in the model to cut over ep'
+        hint = "use dp, or give pdrun.Strategy with experts('ep') for a module with a list of them"
+        raise UsageError(what, where=WHERE, hint=hint)
+    tensor = [axis for axis in mesh.tensor_axes if mesh.degree(axis) > 1]
+    if tensor:
+        what = f'{mesh}: strategy="auto" splits operators over {tensor[0]} or experts over ep'
+        raise UsageError(what, where=WHERE, hint="use one of both, or give pdrun.Strategy(...)")
+    return make_expert_strategy(describe_experts(model, layers))
 
 
 def _prepare_search(choices: ParallelChoices, call: PlannedCall) -> ParallelChoices:
@@ -190,7 +217,7 @@ def _search_mesh(choices: ParallelChoices, call: PlannedCall, world: int) -> Par
     plan = report.plan_file()
     found = _take_plan(replace(choices, strategy=None, mesh=None), plan, world)
     is_split = any(found.mesh.degree(axis) > 1 for axis in found.mesh.tensor_axes)
-    strategy = auto if is_split else None
+    strategy = auto if is_split else plan.make_strategy()
     if choices.gather is None and choices.recompute is None:  # the search chooses them
         found = replace(found, predicted=plan.predict_step(world))
     return replace(found, strategy=strategy)
@@ -222,7 +249,7 @@ def _search_call(
     """Search the degrees for the arguments of a call."""
     fixed: dict[str, int] = {}
     if isinstance(choices.mesh, Mesh):
-        fixed = {name: choices.mesh.degree(name) for name in ("pp", "dp", "tp")}
+        fixed = {name: choices.mesh.degree(name) for name in ("pp", "dp", "ep", "tp")}
     if choices.optimizer_level:
         fixed["level"] = choices.optimizer_level
     if choices.accumulate != 1:

@@ -5,6 +5,7 @@ Plan files: what `run.plan.save` writes and ``mesh="plan.json", strategy="plan.j
      "options": {"optimizer_level": 1, "accumulate": 2},
      "pipeline": {"microbatches": 8, "schedule": "1f1b", "stages": {"layers.0": 0}},
      "operators": {"layers.*.q.linear": {"in": [[null, null, null], ["tp", null]]}},
+     "experts": {"layers.*.moe": "ep"},
      "weights": {...}}
 
 ``weights`` describes checkpoints; `pdrun.parallel.layouts.placement` reads it. The others decide
@@ -21,15 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from pdrun.errors import ConfigError, UsageError
+from pdrun.parallel.auto.degrees.expert_layers import make_expert_strategy
 from pdrun.parallel.auto.mindspore_strategies import MindSporeOperators, is_operator_file
 from pdrun.parallel.auto.plan_entries import Entry, plan_from_entries
-from pdrun.parallel.comm.mesh import Mesh, make_mesh
+from pdrun.parallel.comm.mesh import EXPERT_AXIS, Mesh, make_mesh
 from pdrun.parallel.layouts.grid import Grid
 from pdrun.parallel.operators.graph.constraints import LayoutSpec
 from pdrun.parallel.operators.graph.graph import OperatorGraph
 from pdrun.parallel.operators.module import Operators
 from pdrun.parallel.operators.plan import OperatorPlan
 from pdrun.parallel.pipeline.pipeline import Pipeline
+from pdrun.parallel.tensor.strategy import Strategy
 
 PLAN_FORMAT = 1
 OPTION_NAMES = ("optimizer_level", "shard_group", "accumulate", "copies", "gather", "recompute")
@@ -76,6 +79,7 @@ class PlanFile:
         pipeline: arguments of `pdrun.Pipeline`, or None.
         predicted: of a searched plan.
         where: the file, for errors.
+        experts: the axis over which the experts of modules are cut, by glob.
     """
 
     mesh: Mapping[str, int]
@@ -86,6 +90,7 @@ class PlanFile:
     pipeline: Mapping[str, Any] | None = None
     where: str = "plan"
     predicted: StepPrediction | None = None
+    experts: Mapping[str, str] = field(default_factory=dict)
 
     def predict_step(self, world: int) -> StepPrediction | None:
         """Return what was predicted for a number of devices."""
@@ -106,8 +111,10 @@ class PlanFile:
             raise ConfigError(what, where=self.where, hint="plan again for this world")
         return make_mesh(**{**self.mesh, "dp": world // others})
 
-    def make_strategy(self) -> PlannedOperators | None:
-        """Return the strategy; None if the plan has no operators."""
+    def make_strategy(self) -> PlannedOperators | Strategy | None:
+        """Return the strategy; None if the plan has neither operators nor experts."""
+        if self.experts:
+            return make_expert_strategy(self.experts)
         if self.operators is None:
             return None
         return PlannedOperators(self)
@@ -198,7 +205,22 @@ def parse_plan(value: Any, where: str = "plan") -> PlanFile:
         raise ConfigError(f"gather_results must be true or false, got {gather!r}", where=where)
     stored = _read_object(value, "stored", where)
     predicted = _read_prediction(value, where)
-    return PlanFile(mesh, operators, stored, gather, options, pipeline, where, predicted)
+    experts = _read_object(value, "experts", where)
+    _check_experts(experts, operators, where)
+    return PlanFile(mesh, operators, stored, gather, options, pipeline, where, predicted, experts)
+
+
+def _check_experts(
+    experts: Mapping[str, Any], operators: Mapping[str, Entry] | None, where: str
+) -> None:
+    """Refuse entries of experts that this version cannot run."""
+    for glob, axis in experts.items():
+        if axis != EXPERT_AXIS:
+            what = f'experts: the axis of {glob} must be "{EXPERT_AXIS}", got {axis!r}'
+            raise ConfigError(what, where=where)
+    if experts and operators is not None:
+        what = "a plan cannot have both operators and experts"
+        raise ConfigError(what, where=where, hint="remove one of both, or plan again")
 
 
 def _read_prediction(value: Mapping[str, Any], where: str) -> StepPrediction | None:

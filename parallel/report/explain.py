@@ -80,6 +80,8 @@ class RunPlan:
     """Weights that are stored in another layout than their first use needs."""
     gather_results: bool
     """See `pdrun.Operators`."""
+    experts: dict[str, str] = field(default_factory=dict)
+    """The axis over which experts are cut, by glob, if a strategy does nothing else."""
     predicted: dict[str, Any] | None = None
     """Seconds of a step, if a search has chosen the plan, and for what they are predicted."""
     operator_plan: OperatorPlan | None = field(default=None, repr=False, compare=False)

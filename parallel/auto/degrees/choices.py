@@ -26,6 +26,13 @@ class StepChoice:
     """Layers of each stage; empty: the same number on all."""
     factors: tuple[int, ...] = ()
     """Degrees of the tensor axes, outer to inner, if there are several; their product is tp."""
+    ep: int = 1
+    """Parts of the experts; rows are cut over ep as over dp."""
+
+    @property
+    def row_parts(self) -> int:
+        """Number of parts of a batch."""
+        return self.dp * self.ep
 
     @property
     def tensor_axes(self) -> dict[str, int]:

@@ -32,6 +32,7 @@ class Feature:
 
 FEATURES = (
     Feature("tensor parallel", lambda one: one.choice.tp > 1),
+    Feature("experts on several devices", lambda one: one.choice.ep > 1),
     Feature("pipeline stages", lambda one: one.choice.pp > 1),
     Feature("an optimizer level above 0", lambda one: one.choice.level > 0),
     Feature("sharded weights (level 3)", lambda one: one.choice.level == 3),
@@ -43,12 +44,20 @@ FEATURES = (
 def describe_result(result: OuterResult, top: int = 10) -> str:
     """Return the table of the best candidates and the sentences about them."""
     note = describe_missing_rules(result.missing)
-    lines = [*_describe_search(result), *_table(result, top), *([note] if note else [])]
+    axes = EXPERT_LEGEND if result.request.expert_layers else ""
+    legend = LEGEND.format(experts=axes)
+    lines = [*_describe_search(result), *_table(result, top), legend, *([note] if note else [])]
     if result.fitting:
         lines.append(f"chosen: {describe_choice(result.fitting[0].choice)}; compared with it")
     return "\n".join([*lines, *list_sentences(result)])
 
 
+LEGEND = (
+    "MFU: share of the devices' peak rate; GiB: of the fullest device; pp: stages of layers;"
+    "\ndp: parts of the batch; {experts}tp: parts of each operator; level: what is sharded over the"
+    " parts\nof the batch, 0 is nothing, 3 is all; bound by: what takes most time beside computing"
+)
+EXPERT_LEGEND = "ep: parts of the experts; "
 LEVEL_TEXTS = {
     0: "each of them has all weights, gradients and optimizer state",
     1: "optimizer state is sharded over them (level 1)",
@@ -61,14 +70,24 @@ GATHER_TEXTS = {"pass": "gathered for each pass", "step": "gathered once per ste
 def describe_choice(choice: StepChoice) -> str:
     """Return in a sentence what each device does, for readers who do not know the degrees."""
     parts = []
-    if choice.dp > 1:
+    if choice.row_parts > 1:
         group = choice.pp * choice.tp
-        who = f"{choice.dp} groups of {group} devices" if group > 1 else f"{choice.dp} devices"
-        parts.append(f"{who} work on {plural(choice.rows * choice.microbatches, 'row')} each (dp)")
+        count = choice.row_parts
+        who = f"{count} groups of {group} devices" if group > 1 else f"{count} devices"
+        rows = plural(choice.rows * choice.microbatches, "row")
+        axes = ", ".join(axis for axis, size in (("dp", choice.dp), ("ep", choice.ep)) if size > 1)
+        parts.append(f"{who} work on {rows} each ({axes})")
         level = LEVEL_TEXTS[choice.level]
         if choice.gather is not None:
             level += f", weights are {GATHER_TEXTS[choice.gather]}"
+        if choice.ep > 1 and not choice.level:
+            level += ", but for experts"
         parts.append(level)
+    if choice.ep > 1:
+        parts.append(
+            f"the experts of a layer are divided over {choice.ep} of them, and tokens travel to"
+            " their experts (ep)"
+        )
     if choice.tp > 1:
         axes = f", as {_format_tensor_axes(choice)}" if choice.factors else ""
         parts.append(f"each operator is split over {choice.tp} devices (tp{axes})")
@@ -99,9 +118,10 @@ def _describe_search(result: OuterResult) -> Iterator[str]:
 
 
 def _table(result: OuterResult, top: int) -> Iterator[str]:
+    experts = "  ep" if result.request.expert_layers else ""
     yield (
-        "        ms   MFU     GiB   pp  dp  tp  level    recompute  micro-batches     schedule"
-        "     bound by"
+        f"        ms   MFU     GiB   pp  dp{experts}  tp  level    recompute  micro-batches     "
+        "schedule     bound by"
     )
     for number, one in enumerate(result.fitting[:top], 1):
         yield f"{number:3} {_row(result, one)}"
@@ -126,10 +146,11 @@ def _row(result: OuterResult, one: PricedChoice) -> str:
     layers = ""
     if choice.stage_layers:
         layers = f"; layers {'+'.join(map(str, choice.stage_layers))}"
+    experts = f" {choice.ep:3}" if result.request.expert_layers else ""
     micro = f"{choice.microbatches} x {plural(choice.rows, 'row')}"
     return (
         f"{_format_ms(cost.total)} {share:5.0%} {_format_gib(cost.peak):>7}"
-        f"  {choice.pp:3} {choice.dp:3} {_format_tensor_axes(choice):>3}"
+        f"  {choice.pp:3} {choice.dp:3}{experts} {_format_tensor_axes(choice):>3}"
         f"  {level:8} {choice.recompute or 'none':10} {micro:17}"
         f" {choice.schedule or '-':12} {cost.bound_by}{layers}"
     )
@@ -172,7 +193,7 @@ def list_sentences(result: OuterResult) -> Iterator[str]:
             continue
         border = None if has else _border(result, feature)
         if border is not None:
-            text += f"; it pays where the limit is below {_format_gib(border)} GiB"
+            text += f"; the fastest plan has it if a device has less than {_format_gib(border)} GiB"
         yield text
 
 

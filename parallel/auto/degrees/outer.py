@@ -1,5 +1,6 @@
 """
-The outer search: degrees of pp, dp and tp, optimizer level, recomputation, micro-batches, schedule.
+The outer search: degrees of all axes but cp, optimizer level, recomputation, micro-batches,
+schedule.
 
 For each tensor degree and number of rows the operators are searched once, on a graph with three
 layers. Every candidate is then arithmetic. A candidate that is not chosen has a reason.
@@ -13,7 +14,8 @@ from dataclasses import replace
 from pdrun.errors import UsageError
 from pdrun.parallel.auto.choose import RECURSIVE, SIGNIFICANT_SAVING, choose_plan
 from pdrun.parallel.auto.degrees.choices import StepChoice
-from pdrun.parallel.auto.degrees.condense import RowScaler
+from pdrun.parallel.auto.degrees.condense import ROWS_OF_EXPORTS, RowScaler
+from pdrun.parallel.auto.degrees.expert_layers import cut_expert_weights, refuse_degree
 from pdrun.parallel.auto.degrees.factors import factors_by_nodes, ideal_cost, list_factors
 from pdrun.parallel.auto.degrees.pass_costs import PassCost, count_model_flops, price_parts
 from pdrun.parallel.auto.degrees.result import PLAN_API, OuterResult, PlanRequest, PricedChoice
@@ -44,7 +46,7 @@ LEVELS: tuple[tuple[int, str | None], ...] = (
     (3, "pass"),
     (3, "step"),
 )
-DEGREE_NAMES = ("pp", "dp", "tp")
+DEGREE_NAMES = ("pp", "dp", "ep", "tp")
 
 
 def search_degrees(scaler: RowScaler, request: PlanRequest) -> OuterResult:
@@ -73,7 +75,7 @@ class _OuterSearch:
         self.scaler = scaler
         self.request = request
         self.result = OuterResult(request)
-        self._passes: dict[tuple[tuple[int, ...], int, str], PassCost] = {}
+        self._passes: dict[tuple[tuple[int, ...], int, int, str], PassCost] = {}
         self._missing: dict[int, list[MissingRule]] = {}
         self._balanced: dict[tuple[object, ...], tuple[int, ...]] = {}
 
@@ -159,7 +161,7 @@ class _OuterSearch:
                     yield replace(choice, stage_layers=balanced)
 
     def _balance(self, choice: StepChoice) -> tuple[int, ...]:
-        key = choice.pp, choice.tp, choice.factors, choice.rows, choice.recompute
+        key = choice.pp, choice.tp, choice.ep, choice.factors, choice.rows, choice.recompute
         if key not in self._balanced:
             cost = self._pass_cost(choice)
             self._balanced[key] = balance_stages(choice, cost, self.request.topology)
@@ -202,14 +204,34 @@ class _OuterSearch:
                 if factors is None:
                     self._refuse(f"tp={tp}", f"it spans nodes of {inner} devices")
                     continue
-                dp = request.devices // pp // tp
-                if request.fixed.get("dp", dp) != dp:
-                    continue
-                if request.rows % dp:
-                    self._refuse(f"dp={dp}", f"{request.rows} rows do not divide by it")
-                    continue
-                for choice in self._list_savers(pp, dp, tp):
-                    yield replace(choice, factors=factors)
+                for dp, ep in self._list_row_parts(request.devices // pp // tp, tp):
+                    for choice in self._list_savers(pp, dp, ep, tp):
+                        yield replace(choice, factors=factors)
+
+    def _list_row_parts(self, count: int, tp: int) -> Iterator[tuple[int, int]]:
+        """Yield the degrees of dp and ep that cut the rows into a number of parts."""
+        request = self.request
+        for ep in self._degrees("ep", count) if self._may_cut_experts() else (1,):
+            dp = count // ep
+            if request.fixed.get("dp", dp) != dp:
+                continue
+            if request.rows % count:
+                name = f"dp={dp}" if ep == 1 else f"dp={dp}, ep={ep}"
+                self._refuse(name, f"{request.rows} rows do not divide by {count}")
+            elif why := self._check_experts(ep):
+                self._refuse(f"ep={ep}", why)
+            elif ep > 1 and tp > 1:
+                self._refuse("ep and tp together", "a plan splits operators or experts")
+            else:
+                yield dp, ep
+
+    def _may_cut_experts(self) -> bool:
+        return bool(self.request.expert_layers) or "ep" in self.request.fixed
+
+    def _check_experts(self, ep: int) -> str:
+        """Return why experts cannot be cut into parts; empty if they can."""
+        graph = self.scaler.graph_of(ROWS_OF_EXPORTS[0])
+        return refuse_degree(self.request.expert_layers, ep, graph)
 
     def _can_fill(self, pp: int, node: int) -> bool:
         """Return whether there are enough rows that no tensor axis has to span nodes."""
@@ -260,10 +282,10 @@ class _OuterSearch:
             if count % degree == 0 and given in (None, degree)
         ]
 
-    def _list_savers(self, pp: int, dp: int, tp: int) -> Iterator[StepChoice]:
+    def _list_savers(self, pp: int, dp: int, ep: int, tp: int) -> Iterator[StepChoice]:
         """Yield the candidates of some degrees."""
         request = self.request
-        per_rank = request.rows // dp
+        per_rank = request.rows // (dp * ep)
         for count in (d for d in range(1, per_rank + 1) if per_rank % d == 0):
             rows = per_rank // count
             if request.fixed.get("microbatches", count) != count:
@@ -280,12 +302,12 @@ class _OuterSearch:
                     for level, gather in LEVELS:
                         if request.fixed.get("level", level) != level:
                             continue
-                        if level and dp == 1:
+                        if level and dp * ep == 1:
                             continue
                         if level == 3 and pp > 1 and gather == "pass":
                             continue
                         yield StepChoice(
-                            pp, dp, tp, level, gather, recompute, count, rows, schedule
+                            pp, dp, tp, level, gather, recompute, count, rows, schedule, ep=ep
                         )
 
     def _list_schedules(self, pp: int, count: int) -> list[str | None]:
@@ -305,9 +327,13 @@ class _OuterSearch:
         """
         rows, axes = choice.rows, choice.tensor_axes
         search = search or self.request.search
-        key = (tuple(axes.values()), rows, search)
+        key = (tuple(axes.values()), rows, choice.ep, search)
         if key not in self._passes:
             graph = self.scaler.graph_of(rows)
+            traffic = None
+            if choice.ep > 1:
+                layers = self.request.expert_layers
+                graph, traffic = cut_expert_weights(graph, layers, choice.ep)
             grid = Grid(tuple(axes), tuple(axes.values()))
             prices = PriceList(graph, grid, self.request.topology, compiled=self.request.compiled)
             problem = SearchProblem(graph, grid, prices, gather=self.request.gather)
@@ -318,6 +344,6 @@ class _OuterSearch:
                 self.result.flops = total / rows
             saved = self.scaler.saved_of(rows)
             self._passes[key] = price_parts(
-                prices, plan, self.scaler.parts, self.scaler.layers, saved
+                prices, plan, self.scaler.parts, self.scaler.layers, saved, traffic
             )
         return self._passes[key]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdrun.parallel.auto.degrees.condense import COPY, HEAD, LAYER, TAIL
+from pdrun.parallel.auto.degrees.expert_layers import ExpertTraffic
 from pdrun.parallel.auto.degrees.memory import (
     SavedTensor,
     result_elements,
@@ -30,6 +31,8 @@ class PartCost:
         saved: bytes that autograd keeps.
         elements: of the weights.
         transient: bytes of the largest operator.
+        experts: elements among those of the weights that other ranks of ep do not have.
+        rows: bytes of the rows that go to experts and come back, in a forward pass.
     """
 
     forward: float = 0.0
@@ -39,6 +42,8 @@ class PartCost:
     saved: int = 0
     elements: int = 0
     transient: int = 0
+    experts: int = 0
+    rows: int = 0
 
     @property
     def seconds(self) -> float:
@@ -72,8 +77,15 @@ def price_parts(
     parts: Sequence[str],
     layers: int,
     saved: Sequence[SavedTensor],
+    traffic: ExpertTraffic | None = None,
 ) -> PassCost:
-    """Return the cost of a pass, by part."""
+    """
+    Return the cost of a pass, by part.
+
+    Args:
+        traffic: of experts that are cut over ep.
+    """
+    experts = traffic or ExpertTraffic()
     graph = plan.graph
     price = price_plan(prices, plan)
     kept = saved_bytes(plan, saved)
@@ -108,6 +120,8 @@ def price_parts(
             sum(kept[place] for place in own),
             sum(local[index] for index in weights),
             max((_operator_bytes(plan, place) for place in own), default=0),
+            sum(local[index] for index in weights if index in experts.weights),
+            sum(experts.rows.get(place, 0) for place in own),
         )
     shared = sum(local[index] for index, used in uses.items() if {HEAD, TAIL} <= used)
     return PassCost(found, layers, _boundary_bytes(plan, places), shared, result_elements(plan))

@@ -26,6 +26,7 @@ from pdrun.parallel.auto.auto import Auto, compute_type, detect_topology
 from pdrun.parallel.auto.choose import EXACT, check_search
 from pdrun.parallel.auto.degrees.choices import StepChoice
 from pdrun.parallel.auto.degrees.condense import RowScaler
+from pdrun.parallel.auto.degrees.expert_layers import describe_experts, find_expert_layers
 from pdrun.parallel.auto.degrees.guide import describe_result
 from pdrun.parallel.auto.degrees.memory import TrainingBytes
 from pdrun.parallel.auto.degrees.outer import search_degrees
@@ -69,10 +70,13 @@ class PlanReport:
         result: all candidates.
     """
 
-    def __init__(self, result: OuterResult, export: Any, auto: Auto) -> None:
+    def __init__(
+        self, result: OuterResult, export: Any, auto: Auto, experts: dict[str, str]
+    ) -> None:
         self.result = result
         self._export = export
         self._auto = auto
+        self._experts = experts
 
     @property
     def choice(self) -> StepChoice:
@@ -101,7 +105,10 @@ class PlanReport:
         chosen = self.result.chosen if not place else self.result.fitting[place]
         choice = chosen.choice
         request = self.result.request
-        mesh = {"pp": choice.pp, "dp": choice.dp, "cp": 1, **choice.tensor_axes}
+        mesh = {"pp": choice.pp, "dp": choice.dp}
+        if choice.ep > 1:
+            mesh["ep"] = choice.ep
+        mesh |= {"cp": 1, **choice.tensor_axes}
         plain: dict[str, Any] = {
             "format": PLAN_FORMAT,
             "made": {
@@ -119,6 +126,7 @@ class PlanReport:
             "options": choice.options,
             "pipeline": _describe_pipeline(choice, request.layer_names),
             "operators": None,
+            "experts": self._experts if choice.ep > 1 else {},
             "stored": {},
             "gather_results": self._auto.gather,
             "weights": {},
@@ -206,7 +214,7 @@ def plan_of(
             device.
         memory: bytes of a device that the run can use, such as "72GiB"; default: the topology's.
         rows: of a step; default: those of the sample.
-        fixed: degrees that are given: "pp", "dp", "tp", and "level" and "microbatches".
+        fixed: degrees that are given: "pp", "dp", "ep", "tp", and "level" and "microbatches".
         state_bytes: of the optimizer per element of a weight.
         precision, forward: as for `parallelize`.
         recompute: whether recomputation is considered.
@@ -245,6 +253,7 @@ def plan_of(
         check_search(search),
         find_layers(model),
         compiled,
+        find_expert_layers(model),
     )
 
     def export(count: int) -> OperatorGraph:
@@ -254,7 +263,7 @@ def plan_of(
 
     result = search_degrees(RowScaler(export, half), request)
     auto = Auto(search=search, gather=gather, topology=found).for_step(1, precision, compiled)
-    return PlanReport(result, export, auto)
+    return PlanReport(result, export, auto, describe_experts(model, request.expert_layers))
 
 
 def repeat_rows(sample: Any, count: int) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pdrun.errors import UsageError
 from pdrun.parallel.auto.choose import EXACT
 from pdrun.parallel.auto.degrees.choices import StepChoice, StepCost
+from pdrun.parallel.auto.degrees.expert_layers import ExpertLayer
 from pdrun.parallel.auto.degrees.memory import TrainingBytes
 from pdrun.parallel.auto.search.missing_rules import MissingRule
 from pdrun.parallel.auto.topology import Topology
@@ -33,6 +34,7 @@ class PlanRequest:
         layer_names: the modules that are the equal layers, in order; empty: they are not known, and
             stages have the same number of them.
         compiled: whether the model is compiled.
+        expert_layers: modules whose experts can be cut over ep.
     """
 
     devices: int
@@ -47,6 +49,7 @@ class PlanRequest:
     search: str = EXACT
     layer_names: tuple[str, ...] = ()
     compiled: bool = False
+    expert_layers: tuple[ExpertLayer, ...] = ()
 
 
 @dataclass(frozen=True)

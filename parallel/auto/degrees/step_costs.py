@@ -8,6 +8,7 @@ not fit beside computation.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from pdrun.parallel.auto.degrees.choices import StepChoice, StepCost
@@ -33,23 +34,27 @@ def cost_step(
     layer = cost.parts[LAYER]
     count = choice.microbatches
     stages = [_cost_stage(choice, cost, place, topology) for place in range(choice.pp)]
-    busiest = max(stages, key=lambda one: one.compute + one.moves)
+    busiest = max(stages, key=lambda one: one.busy)
     seconds = {"compute": count * busiest.compute, "tensor axes": count * busiest.moves}
     seconds["tensor axes"] += busiest.sums
+    if choice.ep > 1:
+        seconds["experts"] = count * busiest.exchanges
     if choice.pp > 1:
         schedule = choice.schedule or "1f1b"
-        stride = choice.tp * choice.dp
+        stride = choice.tp * choice.row_parts
         send = topology.link_seconds(stride, 2, 2 * cost.boundary) * 2 * CHUNKS[schedule]
         seconds["stages"] = count * send
         # while a micro-batch is on the other stages, the busiest one waits for its first or last
-        others = math.fsum(one.compute + one.moves for one in stages if one is not busiest)
+        others = math.fsum(one.busy for one in stages if one is not busiest)
         seconds["bubble"] = BUBBLE_SHARES[schedule] * (others + (choice.pp - 1) * send)
-    elements = max(one.elements for one in stages)
+    largest = max(stages, key=lambda one: one.elements)
     backward = count * (busiest.compute - busiest.layers * layer.forward)
     seconds["data axes"] = _data_axis_seconds(
-        choice, elements, kinds, topology, count * busiest.compute, backward
+        choice, largest, kinds, topology, count * busiest.compute, backward
     )
-    own = elements / choice.dp if choice.level else elements
+    own = float(largest.elements)
+    if choice.level:
+        own = largest.dense / choice.row_parts + largest.experts / choice.dp
     traffic = 2 * kinds.state + 2 * kinds.master + kinds.weight + kinds.gradient
     seconds["optimizer"] = own * traffic / topology.device.bandwidth
     memories = [_stage_memory(choice, cost, kinds, one, itemsize) for one in stages]
@@ -66,6 +71,8 @@ class StageCost:
         compute, moves: seconds, forward and backward.
         sums: seconds of gradient sums over tensor axes, once per step.
         elements: of its weights.
+        experts: elements among them that other ranks of ep do not have.
+        exchanges: seconds of rows that go to experts and come back, forward and backward.
     """
 
     place: int
@@ -74,6 +81,18 @@ class StageCost:
     moves: float
     sums: float
     elements: int
+    experts: int = 0
+    exchanges: float = 0.0
+
+    @property
+    def dense(self) -> int:
+        """Elements of the weights that every rank of ep has."""
+        return self.elements - self.experts
+
+    @property
+    def busy(self) -> float:
+        """Seconds of one pass."""
+        return self.compute + self.moves + self.exchanges
 
 
 def _cost_stage(choice: StepChoice, cost: PassCost, place: int, topology: Topology) -> StageCost:
@@ -84,16 +103,37 @@ def _cost_stage(choice: StepChoice, cost: PassCost, place: int, topology: Topolo
     compute = layers * (layer.forward * passes + layer.backward)
     moves = layers * (layer.moves[0] * passes + layer.moves[1])
     sums, elements = layers * layer.sums, layers * layer.elements
+    experts = layers * layer.experts
+    exchanges = layers * _exchange_seconds(choice, layer, topology, passes)
     for part in _ends_of(choice, cost, place):
         compute += part.forward + part.backward
         moves += sum(part.moves)
         sums += part.sums
         elements += part.elements
+        experts += part.experts
+        exchanges += _exchange_seconds(choice, part, topology)
     if place == choice.pp - 1:
         compute += LOSS_PASSES * cost.logits * FLOAT_BYTES / topology.device.bandwidth
     if choice.pp == 1:
         elements -= cost.shared
-    return StageCost(place, layers, compute, moves, sums, elements)
+    return StageCost(place, layers, compute, moves, sums, elements, experts, exchanges)
+
+
+def _exchange_seconds(
+    choice: StepChoice, part: PartCost, topology: Topology, forwards: int = 1
+) -> float:
+    """
+    Return the seconds of the rows that go to experts and come back, forward and backward.
+
+    With equal loads a device sends the share of its rows whose experts the other devices have. The
+    numbers of rows travel first: they cost the latency of a message.
+    """
+    if choice.ep == 1 or not part.rows:
+        return 0.0
+    sent = part.rows * (choice.ep - 1) / choice.ep
+    one_way = topology.link_seconds(choice.tp, choice.ep, sent / 2)
+    numbers = topology.link_seconds(choice.tp, choice.ep, 0)
+    return (1 + forwards) * 2 * one_way + forwards * numbers
 
 
 def _ends_of(choice: StepChoice, cost: PassCost, place: int) -> list[PartCost]:
@@ -110,10 +150,12 @@ def balance_stages(choice: StepChoice, cost: PassCost, topology: Topology) -> tu
     cheapest with it; of equal ones, on the first.
     """
     layer = cost.parts[LAYER]
-    own = layer.seconds + (layer.forward + layer.moves[0]) * (choice.recompute is not None)
+    passes = 1 + (choice.recompute is not None)
+    own = layer.seconds + (layer.forward + layer.moves[0]) * (passes - 1)
+    own += _exchange_seconds(choice, layer, topology, passes)
     bare = replace(choice, stage_layers=(0,) * choice.pp)
     stages = [_cost_stage(bare, cost, place, topology) for place in range(choice.pp)]
-    seconds = [one.compute + one.moves + own for one in stages]
+    seconds = [one.busy + own for one in stages]
     counts = [1] * choice.pp
     for _ in range(cost.layers - choice.pp):
         place = min(range(choice.pp), key=lambda at: seconds[at])
@@ -124,23 +166,31 @@ def balance_stages(choice: StepChoice, cost: PassCost, topology: Topology) -> tu
 
 def _data_axis_seconds(
     choice: StepChoice,
-    elements: int,
+    stage: StageCost,
     kinds: TrainingBytes,
     topology: Topology,
     compute: float,
     backward: float,
 ) -> float:
-    """Return the seconds of sums and gathers over dp that computation does not hide."""
-    if choice.dp == 1:
-        return 0.0
-    share = (choice.dp - 1) / choice.dp
-    gradients = elements * kinds.gradient * share
-    weights = elements * kinds.weight * share
+    """
+    Return the seconds of sums and gathers over the data axes that computation does not hide.
+
+    All weights but experts are the same on the ranks of dp and ep, experts on those of dp.
+    """
+    groups = (
+        (stage.dense, choice.tp, choice.row_parts),
+        (stage.experts, choice.tp * choice.ep, choice.dp),
+    )
+    gradients, weights = kinds.gradient, kinds.weight
     passes = choice.microbatches
     last_backward = backward / passes
 
     def send(nbytes: float) -> float:
-        return topology.link_seconds(choice.tp, choice.dp, nbytes)
+        return math.fsum(
+            topology.link_seconds(stride, parts, elements * nbytes * (parts - 1) / parts)
+            for elements, stride, parts in groups
+            if elements
+        )
 
     if choice.level == 0:
         exposed = _exposed(send(2 * gradients), last_backward, topology)
@@ -169,16 +219,23 @@ def _stage_memory(
     """Return the bytes on a device of a stage."""
     layer = cost.parts[LAYER]
     ends = _ends_of(choice, cost, stage.place)
-    memory = resident_bytes(
-        stage.elements,
-        2 * layer.elements,
-        kinds,
-        choice.level,
-        choice.dp,
-        choice.gather == "step",
-        choice.microbatches > 1,
-        stage.elements - stage.layers * layer.elements,
-    )
+    weights = [(stage.dense, layer.elements - layer.experts, choice.row_parts)]
+    if stage.experts:
+        weights.append((stage.experts, layer.experts, choice.dp))
+    memory: Counter[str] = Counter()
+    for elements, unit, shards in weights:
+        memory.update(
+            resident_bytes(
+                elements,
+                2 * unit,
+                kinds,
+                choice.level,
+                shards,
+                choice.gather == "step",
+                choice.microbatches > 1,
+                elements - stage.layers * unit,
+            )
+        )
     layers = stage.layers * layer.saved
     transient = 2 * max(part.transient for part in (layer, *ends))
     if choice.recompute is not None:

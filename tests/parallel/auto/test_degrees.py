@@ -100,8 +100,10 @@ def test_errors_say_what_would_fit_or_what_is_wrong() -> None:
         _ = plan_decoder(memory="1MiB").choice
     with pytest.raises(UsageError, match="tp=3 does not divide the 4 devices"):
         plan_decoder(fixed={"tp": 3})
-    with pytest.raises(UsageError, match="ep cannot be fixed"):
-        plan_decoder(fixed={"ep": 2})
+    with pytest.raises(UsageError, match="cp cannot be fixed"):
+        plan_decoder(fixed={"cp": 2})
+    with pytest.raises(UsageError, match="ep=2: the model has no experts that a plan can cut"):
+        _ = plan_decoder(fixed={"ep": 2}).choice
 
 
 def _one_layer_cost(elements: int = 1000, saved: int = 0) -> PassCost:
@@ -130,6 +132,12 @@ def test_bubble_is_the_closed_form(schedule: str, bubble: float) -> None:
             StepChoice(1, 64, 1, 3, "step", None, 1, 4),
             "64 devices work on 4 rows each (dp); optimizer state, gradients and weights are"
             " sharded over them (level 3), weights are gathered once per step",
+        ),
+        (
+            StepChoice(1, 2, 1, 0, None, None, 1, 4, ep=4),
+            "8 devices work on 4 rows each (dp, ep); each of them has all weights, gradients and"
+            " optimizer state, but for experts; the experts of a layer are divided over 4 of them,"
+            " and tokens travel to their experts (ep)",
         ),
         (
             StepChoice(2, 2, 4, 1, None, "full", 4, 2, "1f1b"),

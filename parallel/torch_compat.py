@@ -54,7 +54,7 @@ def untraced(function: Function) -> Function:
     def call(*args: Any, **kwargs: Any) -> Any:
         return entry.function(*args, **kwargs)
 
-    _wrapper_codes.add(call.__code__)
+    _wrapper_codes.add(cast("Any", call).__code__)
     return cast(Function, call)
 
 
@@ -71,9 +71,10 @@ def exclude_untraced() -> None:
         from torch._dynamo import eval_frame
 
         # otherwise each kind of arguments that a wrapper gets would be compiled, up to a limit
-        skip_code = getattr(eval_frame, "skip_code", None)
-        for code in _wrapper_codes if skip_code is not None else ():
-            skip_code(code)
+        skip_code: Callable[[CodeType], None] | None = getattr(eval_frame, "skip_code", None)
+        if skip_code is not None:
+            for code in _wrapper_codes:
+                skip_code(code)
 
 
 def exclude_function(function: Function) -> Function:

@@ -159,9 +159,9 @@ class InferenceModel:
         dtypes = {param.dtype for param in self.model.parameters()}
         is_narrow = bool(dtypes & {torch.float16, torch.bfloat16})
         is_wrong = difference > (NARROW_CHECK if is_narrow else WIDE_CHECK)
-        told = torch.tensor([int(is_wrong)], device=device)
+        count = torch.tensor([int(is_wrong)], device=device)
         # only the last stage has logits
-        if not int(self.axes[self.axes.grid.names].all_reduce(told, "max")):
+        if not int(self.axes[self.axes.grid.names].all_reduce(count, "max")):
             return session
         kind = type(self.model).__name__
         if session is PlainCachedSession or is_compiled:

@@ -46,7 +46,7 @@ def _has_ended(job: Job, member: Member) -> bool:
     """
     Whether a worker of a dynamic cluster has reported its end, and then closed its connection.
 
-    Its process was about to end, so its Leave is missed by nobody.
+    Its process was about to end: no other node waits for its Leave.
     """
     if job.config.unit != "worker" or member.phase is not Phase.FINISHED:
         return False

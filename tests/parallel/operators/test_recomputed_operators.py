@@ -134,7 +134,8 @@ def test_numbers_stay_and_nothing_more_is_sent(
     for (numbers, calls, sent), (numbers_again, calls_again, sent_again) in zip(
         kept, again, strict=True
     ):
-        assert numbers_again == numbers
+        assert numbers_again[::2] == numbers[::2]
+        assert numbers_again[1::2] == pytest.approx(numbers[1::2], rel=1e-14)  # fp64 sums
         assert calls_again == 2 * calls  # once more for each backward
         assert sent_again == sent
 

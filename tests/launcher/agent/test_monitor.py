@@ -294,9 +294,18 @@ class FakeCpu:
         wait_until(lambda: self.used() >= begin + seconds, 60)
 
 
+def stop_process(it, place):
+    """Stop one of three processes that sleep; the kernel does it a moment after the signal."""
+    os.kill(it.group.processes[place].pid, signal.SIGSTOP)
+    letters = ["T" if each == place else "S" for each in range(3)]
+    wait_until(
+        lambda: [procfs.read_state(process.pid).letter for process in it.group.processes] == letters
+    )
+
+
 def test_one_that_was_stopped_is_named_first(harness):
     it = harness(IDLE, IDLE, IDLE)
-    os.kill(it.group.processes[1].pid, signal.SIGSTOP)
+    stop_process(it, 1)
     it.pass_time(13)
     assert it.of(Hung)[0].rank == 5
     assert "stopped by a signal" in it.of(Hung)[0].why and not it.of(Hung)[0].waits
@@ -304,11 +313,7 @@ def test_one_that_was_stopped_is_named_first(harness):
 
 def test_stacks_are_answered_within_three_seconds_also_without_python(harness):
     it = harness(IDLE, IDLE, IDLE)
-    os.kill(it.group.processes[2].pid, signal.SIGSTOP)
-    letters = ["S", "S", "T"]
-    wait_until(
-        lambda: [procfs.read_state(process.pid).letter for process in it.group.processes] == letters
-    )
+    stop_process(it, 2)
     it.monitor.show_stacks(ShowStacks(2).generation)
     it.clock.advance(3.1)
     it.monitor.run_once()

@@ -23,6 +23,8 @@ RESOLVE_SECONDS = 0.5
 """Time between two attempts to resolve a name."""
 LOOKUP_SECONDS = 2.0
 """Time in which the names of all listed hosts are looked up."""
+JOIN_SECONDS = 0.5
+"""Longest time for which Ctrl-C waits for a resolver."""
 MAX_COMPARED_NAMES = 256
 """Number of listed hosts whose addresses are compared."""
 NOTICE_SECONDS = 5.0
@@ -94,7 +96,9 @@ def _call_in_thread(lookup: Callable[[str], Answer], host: str) -> Answer:
     answers: list[Answer] = []
     thread = threading.Thread(target=lambda: answers.append(lookup(host)), daemon=True)
     thread.start()
-    thread.join()
+    while thread.is_alive():
+        # A signal that comes just before this wait interrupts the next one only.
+        thread.join(JOIN_SECONDS)
     return answers[0]
 
 

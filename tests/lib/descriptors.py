@@ -22,28 +22,30 @@ class DescriptorWatch:
 
     def __init__(self, allowed: int = ALLOWED) -> None:
         self.allowed = allowed
-        self.before = count_open()
+        self.before = count_kinds()
         """Open at the start, or when the last complaint was made."""
 
     def complaint(self) -> str:
         """Return what is wrong now, empty: nothing. What was complained of is not told again."""
-        if count_open() - self.before <= self.allowed:
+        if count_open() - self.before.total() <= self.allowed:
             return ""
         gc.collect()  # what nobody holds any more would be closed sooner or later
-        more = count_open() - self.before
+        found = count_kinds()
+        more = found.total() - self.before.total()
         if more <= self.allowed:
             return ""
-        self.before += more
+        new = ", ".join(f"{count} x {kind}" for kind, count in (found - self.before).most_common(3))
+        self.before = found
         return (
-            f"{more} more descriptors are open than before ({describe_open()}): close what this "
+            f"{more} more descriptors are open than before ({new}): close what this "
             "module, or those before it in this process, have opened"
         )
 
 
-def describe_open(most: int = 3) -> str:
-    """Return the kinds of descriptors of which most are open."""
+def count_kinds() -> collections.Counter[str]:
+    """Return how many descriptors of each kind this process has open."""
     kinds: collections.Counter[str] = collections.Counter()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             kinds[re.sub(r":?\[?\d+\]?", "", os.readlink(f"/proc/self/fd/{name}"))] += 1
-    return ", ".join(f"{count} x {kind}" for kind, count in kinds.most_common(most))
+    return kinds

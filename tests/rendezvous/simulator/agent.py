@@ -406,12 +406,14 @@ class SimAgent:
         self.later(
             wait + KILL + 0.05,
             self._rejoin if rejoin else self._exit,
-            *(() if rejoin else (code or 69,)),
+            self.agent if rejoin else code or 69,
         )
 
-    def _rejoin(self) -> None:
+    def _rejoin(self, agent: str) -> None:
+        if agent != self.agent:
+            return  # it has rejoined for another reason
         if self.run and (self.run.ended is None or self.run.ended > self.world.now):
-            self.later(0.05, self._rejoin)  # no worker of the old member is left first
+            self.later(0.05, self._rejoin, agent)  # no worker of the old member is left first
             return
         self._new_identity()
         self._connect()
@@ -551,7 +553,7 @@ class SimAgent:
             self.up = False
             if self.connection:
                 self.network.client_gone(self.connection)
-            self.later(0.05, self._rejoin)
+            self.later(0.05, self._rejoin, self.agent)
         else:
             self._report_lost(run)
 
